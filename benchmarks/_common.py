@@ -26,6 +26,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from s2o_cupy import S2OConfig  # noqa: E402
+from s2o_cupy.by_head import check_one_error  # noqa: E402
 from s2o_cupy.spec import PATHS, TAILS  # noqa: E402
 from s2o_cupy.tools.info import gpu_problem  # noqa: E402
 
@@ -44,6 +45,14 @@ def integers(text: str) -> list[int]:
 
 def numbers(text: str) -> list[float]:
     return [float(x) for x in text.split(",")]
+
+
+def errors(text: str) -> list[float]:
+    """Of S2O: rel_l2 against dense attention."""
+    try:
+        return [check_one_error("error", x, "rel_l2") for x in numbers(text)]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
 
 
 def names(text: str) -> list[str]:

@@ -80,13 +80,14 @@ def attention(kind: Kind) -> Iterator[str]:
         with sdpa_kernel(_baselines.sdpa_backends()[kind]):
             yield "sdpa"
         return
+    from s2o_cupy.integrations.fallbacks import BY_S2O
     from s2o_cupy.integrations.transformers import register
 
     config, per_layer = (kind.config, kind.per_layer) if isinstance(kind, TunedLayers) else (kind, None)
     s2o = register("s2o", config, per_layer, min_seqlen=0)
     yield "s2o"
     is_s2o = isinstance(kind, (S2OConfig, TunedLayers))
-    ran, who = ({"s2o", "dense"}, "S2O") if is_s2o else ({"method"}, told(kind))
+    ran, who = ({*BY_S2O}, "S2O") if is_s2o else ({"method"}, told(kind))
     if s2o.calls.keys() - ran - NOT_FOR_S2O or not s2o.calls.keys() & ran:
         raise RuntimeError(f"{who} did not run throughout, so these are not its figures: {dict(s2o.calls)}")
 

@@ -45,6 +45,8 @@ import numpy as np
 from _kinds import Kind, attention, described, kinds, told, turns
 
 from s2o_cupy import S2OConfig
+from s2o_cupy.by_head import check_one_error
+from s2o_cupy.errors import ArgumentValueError
 from s2o_cupy.tools.far_copies import far_copies
 from s2o_cupy.tools.progress import Report, progress
 from s2o_cupy.tools.tune_layers import TunedLayers
@@ -262,12 +264,17 @@ def models(text: str) -> dict[str, tuple[str, ...]]:
 
 def tuning(text: str) -> dict[str, Any]:
     """ "loss=0.005,by=head": arguments of tune_model."""
-    found = dict(part.partition("=")[::2] for part in _common.names(text))
+    found: dict[str, Any] = dict(part.partition("=")[::2] for part in _common.names(text))
     targets = {"loss", "error", "density"} & found.keys()
     try:
         if len(targets) != 1 or found.keys() - targets - {"by"}:
             raise ValueError
-        return {name: value if name == "by" else float(value) for name, value in found.items()}
+        found |= {name: float(found[name]) for name in targets}
+        if "error" in found:
+            check_one_error("error", found["error"], "tune_model")
+        return found
+    except ArgumentValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text}: accepted: loss=, error= or density=NUMBER[,by=layer]") from None
 

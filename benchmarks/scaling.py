@@ -191,7 +191,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--input-up-to", type=int, help="longest length to take from --input; default: what it has")
     parser.add_argument("--lengths", type=_common.integers, help=LENGTHS_HELP)
     parser.add_argument("--taus", type=_common.numbers, default=[0.01])
-    parser.add_argument("--errors", type=_common.numbers, default=[], help="rel_l2 at which to measure, such as 0.06")
+    parser.add_argument("--errors", type=_common.errors, default=[], help="rel_l2 at which to measure, such as 0.06")
     parser.add_argument("--sample", type=int, default=4, help="segments that errors are measured on")
     _common.add_s2o(parser)
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")

@@ -121,7 +121,7 @@ def measure(args: argparse.Namespace, heads: int, step: Callable[[str], None]) -
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=_common.integers, default=[7, 24])
-    parser.add_argument("--errors", type=_common.numbers, default=[0.05, 0.02])
+    parser.add_argument("--errors", type=_common.errors, default=[0.05, 0.02])
     parser.add_argument("--methods", type=lambda x: x.split(";"), default=[*METHODS], help="names with ; between them")
     parser.add_argument("--grid", type=lambda x: Grid(*_common.integers(x)), default=Grid(), help="31,44,80,512")
     parser.add_argument("--seed", type=int, default=0)

@@ -8,6 +8,7 @@ this touches no GPU and imports none of CuPy, PyTorch and JAX.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -51,15 +52,28 @@ _FOLDERS = ("methods", "nsa", "tools")
 
 
 def __getattr__(name: str) -> Any:
-    """`methods`, `nsa` and `tools` are loaded where they are used. Of what they have, it is said where it is."""
+    """`methods`, `nsa` and `tools` are loaded where they are used. Of what they have, and `integrations`, it is said
+    where it is."""
     if name in _FOLDERS:
         return importlib.import_module(f".{name}", __name__)
-    for folder in () if name.startswith("_") else _FOLDERS:
+    where = None if name.startswith("_") else _where(name)
+    if where is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    said = f"{__name__} has no {name}; it is {where}"
+    # `from s2o_cupy import` asks first whether there is such an attribute, and loses an AttributeError's words.
+    if sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":
+        raise ImportError(said, name=__name__)
+    raise AttributeError(said)
+
+
+def _where(name: str) -> str | None:
+    """In words, and how it is imported."""
+    for folder in _FOLDERS:
         if name in importlib.import_module(f".{folder}", __name__).__all__:
-            where = f"{__name__}.{folder}"
-            said = f"{__name__} has no {name}; it is in {where}: from {where} import {name}"
-            # `from s2o_cupy import` asks first whether there is such an attribute, and loses an AttributeError's words.
-            if sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":
-                raise ImportError(said, name=__name__)
-            raise AttributeError(said)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return f"in {__name__}.{folder}: from {__name__}.{folder} import {name}"
+    integrations = importlib.import_module(".integrations", __name__)
+    found = [f"from {integrations.__name__}.{x} import {name}" for x in integrations.modules_with(name)]
+    if found:
+        return f"in {integrations.__name__}: {', or '.join(found)}"
+    module = f"{integrations.__name__}.{name}"
+    return f"{module}: import {module}" if importlib.util.find_spec(module) is not None else None

@@ -12,7 +12,9 @@ from typing import Any
 
 from .errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["by_head", "check_error", "check_one_tau", "check_tau", "check_value_skip", "checked_real"]
+__all__ = [
+    "by_head", "check_error", "check_one_error", "check_one_tau", "check_tau", "check_value_skip", "checked_real",
+]  # fmt: skip
 
 
 def by_head(name: str, value: Any, check: Callable[[str, Any], float], owner: str = "") -> float | tuple[float, ...]:
@@ -52,16 +54,18 @@ def check_one_tau(name: str, tau: Any, owner: str) -> float:
 
 
 def check_error(error: Any, owner: str = "") -> float | tuple[float, ...]:
-    """A finite number above 0, or one for each query head, likewise."""
-    accepted = "a finite number above 0, or one for each query head"
+    """A rel_l2 between 0 and 1, or one for each query head, likewise."""
+    also = ", or one for each query head"
+    return by_head("error", error, lambda name, value: check_one_error(name, value, owner, also), owner)
 
-    def check(name: str, value: Any) -> float:
-        number = checked_real(name, value, accepted, owner)
-        if not 0 < number < math.inf:
-            raise ArgumentValueError(f"{name} is {value}; accepted: {accepted}", owner)
-        return number
 
-    return by_head("error", error, check, owner)
+def check_one_error(name: str, error: Any, owner: str = "", also: str = "") -> float:
+    """``also``: what else is accepted, for errors."""
+    accepted = f"0 < error < 1 (an output of zeros has 1){also}"
+    value = checked_real(name, error, accepted, owner)
+    if not 0 < value < 1:  # NaN fails too
+        raise ArgumentValueError(f"{name} is {error}; accepted: {accepted}", owner)
+    return value
 
 
 def check_value_skip(value: Any, owner: str = "") -> float | tuple[float, ...] | None:

@@ -178,13 +178,15 @@ class S2OStats:
         return (problem.batch * problem.heads * geometry.dense_pairs() + pass2) / total
 
     def __repr__(self) -> str:
+        """Begins with the density, for which it synchronises with the device."""
         sizes = "x".join(str(n) for n in self.problem.visited_shape(self.config))
         path = f"path: {self.path}" + (f" ({self.path_reason})" if self.path_reason else "")
         if (self.graphs or "").startswith("off"):
             path += f", graphs {self.graphs}"
         if self.dense_reason:
             path += f", dense: {self.dense_reason}"
-        return f"S2OStats(visited: {sizes} [batch, heads, segments, tiles], {path}, {self.problem}, {self.config})"
+        visited = f"visited: {sizes} [batch, heads, segments, tiles]"
+        return f"S2OStats(density: {self.density:.3g}, {visited}, {path}, {self.problem}, {self.config})"
 
     def _like_visited(self, host: np.ndarray) -> Any:
         """A host array in the framework and on the device of ``visited``."""

@@ -370,6 +370,7 @@ def test_stats(device, qkv, config):
     assert isinstance(stats.density_per_head, type(o))
     np.testing.assert_allclose(device.host(stats.density_per_head), share, rtol=1e-6)
     assert stats.density == pytest.approx(share.mean(), rel=1e-12)
+    assert repr(stats).startswith(f"S2OStats(density: {stats.density:.3g}, visited: ")
     assert (stats.config, stats.problem.heads) == (config, 3)
 
 

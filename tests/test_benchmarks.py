@@ -62,6 +62,12 @@ def test_orders():
             _common.orders(text)
 
 
+def test_errors_to_measure_at():
+    assert _common.errors("0.05,0.02") == [0.05, 0.02]
+    with pytest.raises(argparse.ArgumentTypeError, match="^0.05,1: rel_l2: error is 1.0; accepted: 0 < error < 1"):
+        _common.errors("0.05,1")
+
+
 def test_head_counts():
     assert _common.head_counts("32:8,4:4") == [(32, 8), (4, 4)]
     with pytest.raises(argparse.ArgumentTypeError, match="heads a multiple of kv_heads"):

@@ -141,6 +141,8 @@ def test_names():
     for name in ("native", "_flash_3", "S2O", "", None):
         with pytest.raises(ValueError, match=f"name is {name!r}; accepted: small letters"):
             register(name)
+    with pytest.raises(ValueError, match="name is 'xattention', a method, but S2O would run; accepted: another name"):
+        register("xattention")
     with pytest.raises(TypeError, match="config is a float; accepted: S2OConfig or None"):
         register("s2o", 0.1)
     assert register("s2o", tau=0.25).config.tau == 0.25

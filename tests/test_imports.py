@@ -19,7 +19,7 @@ REFERENCE = Path(s2o_cupy.reference.__file__).parent
 HEAVY = ("cupy", "torch", "jax", "matplotlib", "transformers", "diffusers", "sglang", "vllm")
 # Floors of the house: a room imports from its own floor's files and from those below, never from above.
 FLOORS = (
-    {"errors"},
+    {"errors", "nearest"},
     {"by_head", "extras"},
     {"spec", "caches"},
     {"problem"},
@@ -167,11 +167,20 @@ def test_integrations_import_only_their_framework():
     assert result.stdout.splitlines() == list(expected.values())
 
 
+def test_where_a_name_is_is_known_without_a_framework():
+    loaded = loaded_after("import s2o_cupy; assert not hasattr(s2o_cupy, 'register') and not hasattr(s2o_cupy, 'vllm')")
+    assert loaded.isdisjoint(HEAVY)
+
+
 def test_a_framework_is_imported_by_its_own_file_only():
     """CuPy by lazy_cupy, which all share."""
     for path in PACKAGE.glob("arrays/frameworks/*.py"):
         heavy = {name.split(".")[0] for name in imports_of(path)} & set(HEAVY)
         assert heavy <= {path.stem} - {"cupy"}, path
+
+
+def test_near_names_are_found_in_one_file():
+    assert [name for name, path in files().items() if "difflib" in imports_of(path)] == ["nearest"]
 
 
 def test_a_cpu_call_loads_no_gpu_library():

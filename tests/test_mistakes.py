@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from s2o_cupy import (
     errors,
     gather_attention,
     gather_attention_varlen,
+    integrations,
     merge_states,
     s2o_attention,
     s2o_attention_paged,
@@ -304,6 +306,66 @@ def test_names_that_are_in_a_folder(name, folder):
     assert not hasattr(s2o_cupy, "nothing") and not hasattr(s2o_cupy, "_nothing")
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
         exec("from s2o_cupy import nothing")
+
+
+INTEGRATIONS = [path.stem for path in (Path(s2o_cupy.__file__).parent / "integrations").glob("[a-z]*.py")]
+
+
+# s2o_cupy.nsa is there, and capture is a function too.
+@pytest.mark.parametrize("name", sorted({*INTEGRATIONS} - {"nsa", "capture"}))
+def test_integrations_are_said_to_be_in_their_folder(name):
+    """Also where the framework that one needs is not installed."""
+    said = f"^s2o_cupy has no {name}; it is s2o_cupy.integrations.{name}: import s2o_cupy.integrations.{name}$"
+    with pytest.raises(AttributeError, match=said):
+        getattr(s2o_cupy, name)
+    with pytest.raises(ImportError, match=said):
+        exec(f"from s2o_cupy import {name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("register", ("diffusers", "transformers")), ("capture", ("transformers",)), ("tune_model", ("model_tools",)),
+        ("report", ("model_tools", "sglang", "vllm")), ("flash_attn_func", ("drop_in",)),
+        ("SequenceParallel", ("distributed",)),
+    ],
+)  # fmt: skip
+def test_names_that_are_in_an_integration(name, modules):
+    """Each by the modules that are for users."""
+    known = [f"from s2o_cupy.integrations.{module} import {name}" for module in modules]
+    said = f"^s2o_cupy has no {name}; it is in s2o_cupy.integrations: {', or '.join(known)}$"
+    with pytest.raises(ImportError, match=said):
+        exec(f"from s2o_cupy import {name}")
+    with pytest.raises(AttributeError, match=said):
+        getattr(s2o_cupy, name)
+
+
+def test_public_names_of_integrations_can_be_read():
+    assert {*integrations.MODULES} <= {*INTEGRATIONS}
+    assert all(map(integrations._public_names, integrations.MODULES))
+
+
+@pytest.mark.parametrize(
+    ("config", "meant"),
+    [
+        ("xattention", r"did you mean XAttentionConfig\(\.\.\.\)\?"),
+        ("x-atention", r"did you mean XAttentionConfig\(\.\.\.\)\?"),
+        ("PBSConfig", r"did you mean PBSConfig\(\.\.\.\)\?"), ("s2o", r"did you mean S2OConfig\(\.\.\.\)\?"),
+        ("weight", r"did you mean S2OConfig\(rank='weight'\)\?"), ("nothing of the kind", "of your own, .*Schedule$"),
+    ],
+)  # fmt: skip
+def test_a_method_by_its_name(config, meant):
+    """Where its configuration is taken."""
+    for call in (lambda: sparse_attention(Q, K, K, config=config), lambda: compare(Q, K, K, [config])):
+        with pytest.raises(TypeError, match=rf"is a str; accepted: S2OConfig, MeanPoolingConfig, .*{meant}"):
+            call()
+
+
+def test_a_rank_for_a_config():
+    with pytest.raises(TypeError, match=r"config is a str; accepted: S2OConfig or None, such as S2OConfig\(rank='mean"):
+        s2o_attention(Q, K, K, config="Mean")
+    with pytest.raises(TypeError, match="accepted: S2OConfig or None; sparse_attention takes other methods, by their"):
+        s2o_attention(Q, K, K, config="xattention")
 
 
 def test_text_for_return_lse_to_an_operator():

@@ -81,6 +81,7 @@ def test_they_need_a_gpu(arguments):
         ),
         (model, [*ONE_MODEL, "--baselines", "flash3"], "cudnn and flash2"),
         (model, [*ONE_MODEL, "--tune", "loss=0.1,error=0.1"], "accepted: loss=, error= or density=NUMBER"),
+        (model, [*ONE_MODEL, "--tune", "error=1"], "tune_model: error is 1.0; accepted: 0 < error < 1"),
         (layer, ["--layer", "64x4x3"], "each a multiple of the next"),
         (serving, ["--parts", "chunks"], "accepted: chunked, packed"),
         (serving, ["--length", "10", "--sequences", "11"], "--length at least"),

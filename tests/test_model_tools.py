@@ -22,7 +22,7 @@ from s2o_cupy.__main__ import main  # noqa: E402
 from s2o_cupy.integrations.model_tools import report, tune_model  # noqa: E402
 from s2o_cupy.integrations.model_tuning import shared_out  # noqa: E402
 from s2o_cupy.integrations.next_tokens import changes, last_hidden, next_tokens, text_losses  # noqa: E402
-from s2o_cupy.integrations.transformers import capture, register  # noqa: E402
+from s2o_cupy.integrations.transformers import Asked, capture, register  # noqa: E402
 from s2o_cupy.plan import launch_plan  # noqa: E402
 from s2o_cupy.tools import tune_layers  # noqa: E402
 from s2o_cupy.tools.layer_curves import LayerCurves  # noqa: E402
@@ -185,7 +185,7 @@ def test_a_loss_is_reached_by_the_model_that_is_registered(model, ids, by, tmp_p
     assert chosen.work == pytest.approx(chosen.density + np.mean(ordered))
     for key, config in found.per_layer.items():
         assert config.unit == (32 if (key if isinstance(key, int) else key[0]) in found.coarse else 8)
-    larger = tune_model(model, ids, error=1.0, taus=TAUS, **{**OPTIONS, "config": replace(CONFIG, unit=32)})
+    larger = tune_model(model, ids, error=0.9, taus=TAUS, **{**OPTIONS, "config": replace(CONFIG, unit=32)})
     for layer in found.coarse:
         np.testing.assert_allclose(found.curves[layer].error, larger.curves[layer].error, rtol=1e-5)
     assert found.density == pytest.approx(found.loss.density)
@@ -241,17 +241,18 @@ def test_what_tune_model_refuses(model, ids):
     for match, other in (
         ("neither error, density nor loss is given; accepted: one of them", {}),
         ("error and loss are given", {"error": 0.1, "loss": 0.1}),
+        ("error is 1; accepted: 0 < error < 1", {"error": 1}),
         ("loss is 0; accepted: a finite number above 0", {"loss": 0}),
-        (r"S2O takes no layer of the model on these 500 tokens: short \(3\)", {"error": 1, "min_seqlen": 501}),
+        (r"S2O takes no layer of the model on these 500 tokens: short \(3\)", {"error": 0.5, "min_seqlen": 501}),
         ("no taus of the grid have loss at most 1e-12, nor has dense attention", {"loss": 1e-12, **few}),
         ("held_back is 'x'", {"loss": 1, "held_back": "x"}),
-        ("held_back is 0.6; accepted: a number from 0 to 0.5", {"error": 1, "held_back": 0.6}),
+        ("held_back is 0.6; accepted: a number from 0 to 0.5", {"error": 0.5, "held_back": 0.6}),
         (r"no tau of the grid has density at most 0.01; the least is", {"density": 0.01, **few}),
-        ("min_seqlen is 'x'; accepted: an integer >= 0", {"error": 1, "min_seqlen": "x"}),
-        ("segments is 1; accepted: an integer >= 2", {"error": 1, "segments": 1}),
-        ("by is 'token'; accepted: 'model', 'layer', 'head'", {"error": 1, "by": "token"}),
-        ("taus is empty; accepted: ", {"error": 1, "taus": ()}),
-        ("config is a dict; accepted: S2OConfig or None", {"error": 1, "config": {}}),
+        ("min_seqlen is 'x'; accepted: an integer >= 0", {"error": 0.5, "min_seqlen": "x"}),
+        ("segments is 1; accepted: an integer >= 2", {"error": 0.5, "segments": 1}),
+        ("by is 'token'; accepted: 'model', 'layer', 'head'", {"error": 0.5, "by": "token"}),
+        ("taus is empty; accepted: ", {"error": 0.5, "taus": ()}),
+        ("config is a dict; accepted: S2OConfig or None", {"error": 0.5, "config": {}}),
     ):
         with pytest.raises((TypeError, ValueError), match=f"^tune_model: {match}"):
             tune_model(model, ids, **{**OPTIONS, "taus": TAUS, **other})
@@ -361,6 +362,34 @@ def test_the_table_the_json_and_the_picture(model, ids, tmp_path):
     tune_model(model, ids, error=0.3, by="head", taus=TAUS, **OPTIONS).draw(tmp_path / "tuned.png")
     for name in ("report.png", "tuned.png"):
         assert (tmp_path / name).stat().st_size > 5_000
+
+
+def test_the_report_says_head_by_head_what_was_dense(model, ids, monkeypatch):
+    """As of a GPU, where some heads of a layer are dense: these have no tau, no error, and density 1."""
+    monkeypatch.setattr(Asked, "dense_heads", property(lambda asked: DENSE_HEADS[asked.module.layer_idx]))
+    other = replace(CONFIG, tau=0.3, unit=4, segment=32)
+    register(config=replace(CONFIG, tau=0.2), per_layer={(1, 0): other, (2, 3): other}, min_seqlen=100)
+    found = report(model, ids, segments=8, loss=False)
+    assert [x.ran for x in found.layers] == ["dense", "partly dense", "partly dense"]
+    assert found.calls == {"dense": 1, "partly dense": 2}
+    for layer in found.layers:
+        dense = np.array(DENSE_HEADS[layer.layer])
+        assert (layer.dense == dense).all()
+        assert (layer.density[dense] == 1).all() and not layer.error[dense].any()
+        assert (layer.density[~dense] < 1).all() and layer.error[~dense].all()
+    assert [x.told for x in found.layers] == [
+        "dense", "dense 0.2 dense 0.2, units of 8", "0.2 dense 0.2 0.3, units of 8 - 8 4",
+    ]  # fmt: skip
+    assert found.layers[2].segments.tolist() == [8] * 4
+    assert found.layers[2].segments_total.tolist() == [8, 8, 8, 16]
+    assert (found.segments, found.segments_total) == (8, 16)
+    said = "error and density by 8 of 16 segments of a head, or a larger part; error is rel_l2 against dense attention"
+    lines = found.table().splitlines()
+    assert lines[:2] == ["500 tokens, 3 calls of attention, 3 by S2O", said] and lines[4].endswith(" 0   dense")
+    assert found.to_dict()["layers"][1]["heads"]["1.0"]["dense"] is True
+
+
+DENSE_HEADS = ([True] * 4, [True, False, True, False], [False, True, False, False])  # of each layer
 
 
 def test_report_needs_what_register_returned(model, ids):

@@ -113,6 +113,12 @@ def test_layers_that_a_model_has_not():
         settings.within(32, "here")
 
 
+def on(monkeypatch, capability):
+    """This process has a GPU of such a compute capability."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -127,8 +133,9 @@ def test_layers_that_a_model_has_not():
         ({"per_layer": {"3": {"block_m": 32}}}, "here: per_layer[3]: config.block_m is 32; accepted on the GPU"),
     ],
 )
-def test_settings_that_no_prompt_could_run_by(given, message):
+def test_settings_that_no_prompt_could_run_by(given, message, monkeypatch):
     """They are refused when a server starts."""
+    on(monkeypatch, (9, 0))
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         ServingSettings.parse(given, "here").within(32, "here")
 
@@ -138,9 +145,26 @@ def test_settings_that_no_prompt_could_run_by(given, message):
     [{}, {"rank": "mean"}, {"rank": "max"}, {"rank": "weight"}, {"segment": 8192}, {"segment": 1}, {"path": "hopper"},
      {"block_m": 64, "block_n": 1024}, {"unit": 128}, {"dense_up_to": 0}, {"workspace_bytes": 1 << 20}],
 )  # fmt: skip
-def test_settings_that_run(given):
+def test_settings_that_run(given, monkeypatch):
+    on(monkeypatch, (9, 0))
     settings = ServingSettings.parse(given, "here")
     assert settings.within(32, "here") is settings
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_a_path_that_the_gpu_has_not_is_refused(capability, monkeypatch):
+    """When a server starts, not at its first long prompt; also that of one layer."""
+    on(monkeypatch, capability)
+    for path in ("auto", "portable"):
+        ServingSettings.parse({"path": path}, "here").within(32, "here")
+    for asked, where in (({"path": "hopper"}, ""), ({"per_layer": {"3": {"path": "hopper"}}}, ": per_layer[3]")):
+        settings = ServingSettings.parse(asked, "here")
+        if capability == (9, 0):
+            assert settings.within(32, "here") is settings
+            continue
+        said = f"here{where}: S2OConfig: path is 'hopper', but the GPU has compute capability {capability[0]}."
+        with pytest.raises(ValueError, match=f"^{re.escape(said)}{capability[1]}, not 9.0; accepted: 'auto' or"):
+            settings.within(32, "here")
 
 
 @pytest.mark.parametrize(

@@ -328,6 +328,15 @@ def test_layers_with_settings_of_their_own(ready):
     assert engine.plugin.counts.calls["layer"] == 3
 
 
+def test_a_path_that_the_gpu_has_not_is_refused_when_the_server_starts(engine, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    said = r"^SGLang: S2O_CONFIG: S2OConfig: path is 'hopper', but the GPU has compute capability 8.0, not"
+    engine.settings(path="hopper")
+    with pytest.raises(ValueError, match=said):
+        engine.plugin.make_backend(engine.runner(1))
+
+
 @pytest.mark.parametrize(("counts", "last"), [((4, 4), 3), ((4, 8), 7), ((4, 2), 3), ((None, None), 99)])
 def test_layers_that_the_model_has_not(engine, counts, last):
     """An error where the server starts; a model may have two attentions in each of its layers."""

@@ -124,6 +124,15 @@ def test_every_field_of_a_config_is_an_argument():
     assert names[-len(fields(S2OConfig)) :] == [field.name for field in fields(S2OConfig)]
 
 
+def test_a_field_says_what_graphs_without_it_mean():
+    """Those exported before it was there. Older fields are in every graph, and an argument without a default."""
+    came_later = {field.name: field.metadata["before"] for field in fields(S2OConfig) if field.metadata}
+    assert came_later == {"clusters": 0}
+    for operator in (torch.ops.s2o_cupy.attention, torch.ops.s2o_cupy.attention_varlen):
+        arguments = operator.default._schema.arguments
+        assert {x.name: x.default_value for x in arguments if x.has_default_value()} == came_later
+
+
 @settings(deadline=None, max_examples=30)
 @given(configs)
 def test_a_config_arrives_as_it_was(config):

@@ -280,6 +280,19 @@ def test_what_register_refuses():
             register(*positional, **named)
     with pytest.raises(FileNotFoundError, match=r"no.json: no such file; accepted: a file that tune_model or s2o tune"):
         register("s2o", "no.json")
+    for name, meant in (
+        ("xattention", r"did you mean XAttentionConfig\(\.\.\.\)\? "), ("flexprefil", "did you mean FlexPrefillConfig"),
+        ("query", r"did you mean S2OConfig\(rank='query'\)\? "), ("nothing", ""),
+    ):  # fmt: skip
+        accepted = "accepted: a file that tune_model or s2o tune wrote, S2OConfig, MeanPoolingConfig, "
+        with pytest.raises(ValueError, match=f"register: config is '{name}', which is no file; {meant}.*{accepted}"):
+            register("s2o", name)
+    with pytest.raises(TypeError, match=r"register: per_layer\[3\] is a str; accepted: None .* mean PBSConfig\("):
+        register("s2o", per_layer={3: "pbs"})
+    for name in ("xattention", "XAttentionConfig", "x-attention"):
+        said = f"register: name is '{name}', a method, but S2O would run; accepted: config=XAttentionConfig"
+        with pytest.raises(ValueError, match=rf"{said}\(...\) with it, or another name"):
+            register(name)
     with pytest.raises(ValueError, match=r"register: tau came with the file 'no.json'; accepted: one of them"):
         register("s2o", "no.json", tau=0.1)
     assert register().min_seqlen == 8192 and register().configs.default == S2OConfig()
@@ -321,7 +334,7 @@ def test_compiled_prefill(model, ids, logits):
     ("device", "config", "seqlen_k", "kind"),
     [
         ("cuda", S2OConfig(dense_up_to=8192), 8192, "dense"), ("cuda", S2OConfig(dense_up_to=8192), 8193, "s2o"),
-        ("cuda", S2OConfig(tau=0), 9000, "dense"),
+        ("cuda", S2OConfig(tau=0), 9000, "dense"), ("cuda", S2OConfig(tau=0, dense_up_to=0), 300, "s2o"),
         ("cuda", S2OConfig(dense_up_to=0), 300, "s2o"), ("cpu", S2OConfig(), 300, "s2o"),
         ("cpu", S2OConfig(tau=0), 300, "s2o"),
         ("cuda", S2OConfig(), 16_384, "dense"), ("cuda", S2OConfig(), 16_385, "s2o"),  # of 3 heads
@@ -335,3 +348,34 @@ def test_a_dense_call_of_s2os_is_told_from_others(device, config, seqlen_k, kind
     groups = (HeadGroup(config, slice(0, 3), slice(0, 3)), HeadGroup(config, [3], [3]))
     asked = integration.Asked(None, query, query, query, call, groups, None, None, 0.0, None, 0.0, None, {})
     assert asked.runs == kind and kind in fallbacks.WORDS
+
+
+@pytest.mark.parametrize(
+    ("configs", "seqlen_k", "dense"),
+    [
+        ([S2OConfig(tau=(0.1, 0, 0.1)), S2OConfig(tau=0.1)], 20_000, [False, True, False, False]),
+        ([S2OConfig(tau=(0.1, 0.1, 0.1)), S2OConfig(tau=0)], 20_000, [False, False, False, True]),
+        ([S2OConfig(tau=(0.1, 0, 0.1), dense_up_to=0), S2OConfig()], 20_000, [False] * 4),  # visits all keys in order
+        ([S2OConfig(dense_up_to=300), S2OConfig(dense_up_to=299)], 300, [True, True, True, False]),
+        ([S2OConfig(error=0.1), S2OConfig(tau=0)], 20_000, [False, False, False, True]),
+        ([S2OConfig(tau=(0, 0, 0)), S2OConfig(tau=0)], 20_000, [True] * 4),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_head_is_dense_or_not(configs, seqlen_k, dense, monkeypatch):
+    """By the call that it is in, and by its own tau. A layer of both kinds is told from those of one."""
+    monkeypatch.setattr("s2o_cupy.plan.launch_plan.DENSE_UP_TO", 8192)
+    query = SimpleNamespace(is_cuda=True, shape=(2, 4, 300, 64))
+    call = integration._Call(True, None, None, None, None, 300, seqlen_k)
+    groups = (HeadGroup(configs[0], slice(0, 3), slice(0, 3)), HeadGroup(configs[1], [3], [3]))
+    asked = integration.Asked(None, query, query, query, call, groups, None, None, 0.0, None, 0.0, None, {})
+    assert asked.dense_heads == dense
+    assert asked.runs == ("dense" if all(dense) else "partly dense" if any(dense) else "s2o")
+
+
+def test_the_limit_of_dense_calls_is_that_of_each_call(monkeypatch):
+    """A few heads are dense up to more keys than many, though their config be the same."""
+    monkeypatch.setattr("s2o_cupy.plan.launch_plan.DENSE_UP_TO", 8192)
+    many, few = HeadGroup(S2OConfig(), slice(0, 16), slice(0, 4)), HeadGroup(S2OConfig(), [16, 18], [4, 5])
+    assert many.dense_heads(20, 12_000) == [(head, False) for head in range(16)]
+    assert few.dense_heads(20, 12_000) == [(16, True), (18, True)]

@@ -131,7 +131,7 @@ def test_beside_what_is_tuned(model, ids):
     options = {"config": S2OConfig(segment=32, block_m=16, block_n=16, unit=8), "min_seqlen": 100, "taus": (0.3,)}
     steps: list = []
     found = tune_model(
-        model, ids, error=1, **options, beside=[LargestKeys(0.3), POOLED, S2OConfig(tau=0)],
+        model, ids, error=0.9, **options, beside=[LargestKeys(0.3), POOLED, S2OConfig(tau=0)],
         progress=lambda *x: steps.append(x),
     )  # fmt: skip
     assert [(x.name, x.settings) for x in found.beside] == [
@@ -153,4 +153,4 @@ def test_beside_what_is_tuned(model, ids):
         (r"beside\[1\] is the class LargestKeys; accepted: an instance", [POOLED, LargestKeys]),
     ):
         with pytest.raises(TypeError, match=f"^tune_model: {match}"):
-            tune_model(model, ids, error=1, **options, beside=beside)
+            tune_model(model, ids, error=0.9, **options, beside=beside)

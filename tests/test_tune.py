@@ -228,11 +228,11 @@ def test_taus_of_heads(medium):
 
 def test_the_ends_of_the_grid(medium):
     """Nothing lies between the grid and what is not asked for; a single tau will do."""
-    found = tune(*medium, error=10, taus=[0.05, 0.2, 0.05], config=SMALL, segments=4)
+    found = tune(*medium, error=0.99, taus=[0.05, 0.2, 0.05], config=SMALL, segments=4)
     assert found.config.tau == 0.2 and [point.tau for point in found.points] == [0.2, 0.05]
     found = tune(*medium, density=1, taus=(0.05, 0.2), config=SMALL, segments=4)
     assert found.config.tau == 0.05
-    assert tune(*medium, error=10, taus=(0.2,), segments=2).config == S2OConfig(tau=0.2)
+    assert tune(*medium, error=0.99, taus=(0.2,), segments=2).config == S2OConfig(tau=0.2)
     np.testing.assert_array_equal(found.head_taus, np.full((1, 4), 0.05))
 
 
@@ -250,7 +250,8 @@ def test_a_target_that_no_tau_reaches_says_the_nearest(medium):
     [
         ({}, ValueError, "neither error nor density is given; accepted: one of them"),
         ({"error": 0.1, "density": 0.1}, ValueError, "both error and density are given"),
-        ({"error": 0}, ValueError, "error is 0; accepted: a finite number above 0"),
+        ({"error": 0}, ValueError, "tune: error is 0; accepted: 0 < error < 1"),
+        ({"error": 1}, ValueError, "tune: error is 1; accepted: 0 < error < 1"),
         ({"error": float("nan")}, ValueError, "error is nan"),
         ({"error": float("inf")}, ValueError, "error is inf"),
         ({"error": "0.1"}, TypeError, "error is '0.1' .str."),
@@ -350,12 +351,13 @@ def test_the_picture(file, capsys, tmp_path):
     ("arguments", "message"),
     [
         ([], "neither error nor density is given; accepted: one of them"),
-        (["--error", "1", "--density", "1"], "not allowed with"),
-        (["--error", "1", "--tau", "0.1"], "--tau is not accepted; did you mean --taus?"),
-        (["--error", "1", "--taus", "0.1,x"], "--taus has 'x'; accepted: numbers, separated by commas"),
-        (["--error", "-1"], "error is -1.0; accepted: a finite number above 0"),
-        (["--error", "1", "--segments", "1"], "segments is 1; accepted: an integer >= 2"),
-        (["--error", "1", "--plot", "a.txt"], "the picture is 'a.txt'; accepted: a file that ends in"),
+        (["--error", "0.5", "--density", "1"], "not allowed with"),
+        (["--error", "0.5", "--tau", "0.1"], "--tau is not accepted; did you mean --taus?"),
+        (["--error", "0.5", "--taus", "0.1,x"], "--taus has 'x'; accepted: numbers, separated by commas"),
+        (["--error", "-1"], "error is -1.0; accepted: 0 < error < 1"),
+        (["--error", "1"], "error is 1.0; accepted: 0 < error < 1"),
+        (["--error", "0.5", "--segments", "1"], "segments is 1; accepted: an integer >= 2"),
+        (["--error", "0.5", "--plot", "a.txt"], "the picture is 'a.txt'; accepted: a file that ends in"),
         (["--error", "1e-12", "--taus", "9", "--length", "600", "--segments", "2"], "no tau of 9 has error at most"),
     ],
 )

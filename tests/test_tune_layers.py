@@ -136,7 +136,7 @@ def test_a_density_is_spent_where_it_pays(layers):
 def test_sequences_of_a_batch_count_together(qkv):
     q, k, v = qkv(300, batch=2, heads=2, kv_heads=1, head_dim=16)
     whole = error_per_head(q, k, v, replace(CONFIG, tau=0.1), segments=1000)
-    curves = tune_layers({0: (q, k, v)}, error=9, **options()).curves[0]
+    curves = tune_layers({0: (q, k, v)}, error=0.99, **options()).curves[0]
     assert np.sqrt(curves.squared[1].sum()) == pytest.approx(whole.pooled_error)
     np.testing.assert_allclose(curves.share.sum(), 1)
 
@@ -145,6 +145,7 @@ def test_what_is_refused(layers):
     for match, changes in (
         ("neither error nor density is given", {}),
         ("both error and density are given", {"error": 0.1, "density": 0.1}),
+        ("tune: error is 1; accepted: 0 < error < 1", {"error": 1}),
         ("by is 'token'; accepted: 'model', 'layer', 'head'", {"error": 0.1, "by": "token"}),
         ("taus is empty", {"error": 0.1, "taus": ()}),
     ):
@@ -268,7 +269,7 @@ def test_the_command(file, capsys, tmp_path):
     assert config.segment == 32 and [*per_layer] == [0, 3, 5]
     assert json.loads(text)["heads"]["3.1"]["tau"] == per_layer[3].tau
     # Without --by the input is one, and its heads are named.
-    assert cli.main(["tune", file, "--error", "9", *COMMAND]) == cli.OK
+    assert cli.main(["tune", file, "--error", "0.99", *COMMAND]) == cli.OK
     assert "\n      5.3 " in capsys.readouterr().out
     assert cli.main(["demo", file, "--no-picture", "--json", "--block-m", "64", "--block-n", "64"]) == cli.OK
     assert [row["head"] for row in json.loads(capsys.readouterr().out)["heads"]][4:6] == ["3.0", "3.1"]

@@ -437,6 +437,15 @@ def test_without_vllm(monkeypatch):
         import s2o_cupy.integrations.vllm  # noqa: F401
 
 
+def test_a_path_that_the_gpu_has_not_is_refused_when_the_server_starts(engine, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    said = r"^vLLM: .*: S2OConfig: path is 'hopper', but the GPU has compute capability 8.0, not 9.0; accepted: 'auto'"
+    for start in (lambda: engine.builder(path="hopper"), lambda: engine.impl({"path": "hopper"})):
+        with pytest.raises(ValueError, match=said):
+            start()
+
+
 @pytest.mark.parametrize("drafted", [0, 1])
 def test_layers_that_the_model_has_not(engine, drafted):
     """An error where the server starts; a draft model's layers are numbered behind the model's."""

@@ -72,7 +72,8 @@ def test_frameworks(name, qkv):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"error": 0}, "attention_within: error is 0; accepted: a finite number above 0"),
+        ({"error": 0}, "attention_within: error is 0; accepted: 0 < error < 1"),
+        ({"error": 1}, "attention_within: error is 1; accepted: 0 < error < 1"),
         ({"error": "x"}, "attention_within: error is 'x'"),
         ({"error": 0.1, "taus": []}, "attention_within: taus is empty"),
         ({"error": 0.1, "taus": 3}, "attention_within: taus is 3"),

@@ -5,7 +5,6 @@ The names are those of PyTorch, flash-attn, FlashInfer, xFormers, Triton's kerne
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from dataclasses import fields
 from typing import Any, TypeVar, cast
 
 from ..errors import ArgumentTypeError
+from ..nearest import meant as near
 from ..spec import S2OConfig
 
 __all__ = ["answers_habits"]
@@ -129,5 +129,4 @@ def _hint(unknown: str, known: Any) -> str:
         for name, text in (("config", "S2OConfig({}=...)"), ("configs", "[S2OConfig({}=...), ...]")):
             if name in known:
                 return f"it is a field of S2OConfig: {name}={text.format(meant)}"
-    near = difflib.get_close_matches(unknown, known, n=1)
-    return (f"did you mean {near[0]}? " if near else "") + f"accepted: {', '.join(known)}"
+    return f"{near(unknown, known)}accepted: {', '.join(known)}"

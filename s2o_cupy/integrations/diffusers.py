@@ -23,7 +23,7 @@ from ..api.run import parse_config
 from ..spec import MAX_HEAD_DIM, S2OConfig
 from .autocast import to_autocast_dtype
 from .fallbacks import CallCounts, Kinds, why_not_tensors
-from .model_arguments import check_min_seqlen
+from .model_arguments import check_is_no_method, check_min_seqlen
 from .torch import attention
 from .versions import DIFFUSERS, warn_if_newer
 
@@ -105,6 +105,7 @@ def register(
             f"register: name is {name!r}; accepted: small letters, digits and '_', and not a name that diffusers has "
             "given already"
         )
+    check_is_no_method("register", name, takes_methods=False)
     check_min_seqlen("register", min_seqlen)
     warn_if_newer(DIFFUSERS, KINDS.log)
     backend = S2OBackend(parse_config(config, tau, "register"), min_seqlen)

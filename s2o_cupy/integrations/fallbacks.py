@@ -15,7 +15,7 @@ import torch
 from ..problem import BACKEND_DTYPES
 from .autocast import autocast_dtype
 
-__all__ = ["OF_MODELS", "REASONS", "WORDS", "CallCounts", "Kinds", "why_not_tensors"]
+__all__ = ["BY_S2O", "OF_MODELS", "REASONS", "WORDS", "CallCounts", "Kinds", "why_not_tensors"]
 
 # What each reason means. Of those first nobody is warned: the model's own attention is meant to take such calls.
 _EXPECTED = {
@@ -60,11 +60,14 @@ OF_MODELS = Kinds(
     {
         "s2o": "S2O", "method": "the method that register was given, in S2O's place",
         "dense": "S2O's dense kernels, exactly: tau is 0, or a call has no more keys than dense_up_to",
+        "partly dense": "S2O for some heads; of the others nothing is left out, as their tau is 0 or their call has no "
+        "more keys than dense_up_to",
         "dense window": "S2O's dense kernels, exactly, in a sliding window",
     },
     frozenset({"short", "few queries", "not causal"}),
     "no calls: no model has run with this attention yet (attn_implementation=, or model.set_attn_implementation)",
 )  # fmt: skip
+BY_S2O = ("s2o", "partly dense", "dense")  # of models' calls, those without a window
 WORDS = OF_MODELS.expected | OF_MODELS.unexpected | OF_MODELS.taken
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..methods.own import AnyMethod, as_method, method_name
+from ..plan.launch_plan import dense_limit
 from ..spec import S2OConfig
 
 __all__ = ["HeadGroup", "LayerConfigs", "head_groups"]
@@ -28,9 +29,16 @@ class HeadGroup:
     heads: Index
     kv_heads: Index
 
-    def count(self, heads: range) -> int:
-        """Of a layer's query heads, how many are its."""
-        return len(heads[self.heads]) if isinstance(self.heads, slice) else len(self.heads)
+    def dense_heads(self, heads: int, seqlen_k: int) -> list[tuple[int, bool]]:
+        """Its query heads of a layer's so many, each with whether it is dense on a GPU: the call has no more keys than
+        make it plain dense attention, or this head's tau is 0. If ``dense_up_to`` is given, it alone decides."""
+        members = range(heads)[self.heads] if isinstance(self.heads, slice) else self.heads
+        config: Any = self.config
+        if seqlen_k <= dense_limit(config, len(members)):
+            return [(head, True) for head in members]
+        if config.dense_up_to is not None or not isinstance(config.tau, tuple):
+            return [(head, False) for head in members]
+        return [(head, tau == 0) for head, tau in zip(members, config.tau, strict=False)]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -59,7 +67,7 @@ def head_groups(configs: tuple[S2OConfig, ...], kv_heads: int) -> tuple[HeadGrou
 def _base(config: S2OConfig) -> S2OConfig:
     """What heads that share a call agree on."""
     if config.error is not None:
-        return config.with_error(1.0)
+        return config.with_error(0.5)
     return config if config.tau is None else config.with_tau(0.0)  # the default is not one number
 
 

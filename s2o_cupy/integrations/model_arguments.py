@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_min_seqlen", "parse_ids", "vocabulary_of"]
+from ..methods.own import config_named
+
+__all__ = ["check_is_no_method", "check_min_seqlen", "parse_ids", "vocabulary_of"]
 
 Tensor = Any  # torch.Tensor
 
@@ -34,6 +36,17 @@ def parse_ids(function: str, vocabulary: int | None, ids: Any, name: str = "inpu
             f"{function}: {name} has the id {wrong[0]}; accepted: 0 to {vocabulary - 1}, the model's vocabulary"
         )
     return ids.long()
+
+
+def check_is_no_method(function: str, name: str, takes_methods: bool) -> None:
+    """Whether the ``name`` that one gives S2O is not that of another method. ``takes_methods``: whether that could be
+    the config."""
+    named = config_named(name, s2o=False, exactly=True)
+    if named is not None:
+        beside = f"config={named} with it, or " if takes_methods else ""
+        raise ValueError(
+            f"{function}: name is {name!r}, a method, but S2O would run; accepted: {beside}another name for S2O"
+        )
 
 
 def check_min_seqlen(function: str, min_seqlen: Any) -> None:

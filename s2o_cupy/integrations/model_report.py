@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,14 +16,13 @@ from ..api.attention import s2o_attention
 from ..api.habits import answers_habits
 from ..methods.attention import sparse_attention
 from ..methods.own import method_name
-from ..plan import launch_plan
 from ..spec import S2OConfig
 from ..tools.comparing import settings_of
 from ..tools.layer_settings import head_name
 from ..tools.must_hold import mean_and_error, runs
 from ..tools.progress import Report
 from ..tools.sampled import Sample, check_segments
-from .fallbacks import WORDS
+from .fallbacks import BY_S2O, WORDS
 from .model_arguments import parse_ids, vocabulary_of
 from .next_tokens import last_hidden, predicted, text_losses
 from .observed import longest_sequence, observed
@@ -45,12 +44,17 @@ class LayerReport:
     layer : int
         Counted from 0.
     ran : str
-        "s2o", "dense", "method", "dense window", or why the model's own attention did: a key of ``S2OAttention.calls``.
+        "s2o", "partly dense", "dense", "method", "dense window", or why the model's own attention did: a key of
+        ``S2OAttention.calls``.
     tau, unit, density, error, standard_error, share : numpy.ndarray, (heads,), or None
         float64, units int64. Of a layer that ran S2O: of each head its tau, the keys that are ordered together, pairs
         computed / pairs of dense attention, rel_l2 against dense attention, that sample's standard error, and its part
         of the squared norm of dense attention's output. Of one that ran another method there is no tau, no unit and no
         standard error, as all of it was looked at.
+    dense : numpy.ndarray, bool (heads,), or None
+        Of a layer that ran S2O: the heads for which nothing was left out, whose tau and unit do not matter.
+    segments, segments_total : numpy.ndarray, int64 (heads,), or None
+        Of a layer that ran S2O: how many segments of each head were looked at, and how many it has.
     method : str or None
         Of a layer that ran another method: its name and settings.
     ms, dense_ms : float or None
@@ -65,6 +69,9 @@ class LayerReport:
     error: np.ndarray | None = None
     standard_error: np.ndarray | None = None
     share: np.ndarray | None = None
+    dense: np.ndarray | None = None
+    segments: np.ndarray | None = None
+    segments_total: np.ndarray | None = None
     method: str | None = None
     ms: float | None = None
     dense_ms: float | None = None
@@ -79,6 +86,18 @@ class LayerReport:
         if self.error is None or self.share is None:
             return None
         return float(np.sqrt((self.share * np.square(self.error)).sum()))
+
+    @property
+    def told(self) -> str:
+        """For the table: the method; or tau and unit, of each head where they differ, or that it was dense."""
+        if self.tau is None or self.unit is None or self.dense is None:
+            return self.method or self.ran
+        if self.dense.all():
+            return "dense"
+        taus = ["dense" if dense else f"{tau:g}" for tau, dense in zip(self.tau, self.dense, strict=True)]
+        units = ["-" if dense else str(unit) for unit, dense in zip(self.unit, self.dense, strict=True)]
+        same_unit = len({*units} - {"-"}) == 1
+        return f"{_each(taus)}, units of {_each([x for x in units if x != '-'] if same_unit else units)}"
 
 
 @dataclass(frozen=True)
@@ -102,7 +121,7 @@ class ModelReport:
     layers : tuple of LayerReport
         A call each, in the order that they ran.
     segments, segments_total : int
-        How many segments of a layer were looked at, and how many there are.
+        How many segments of a head were looked at, and how many it has: of the head with the smallest part.
     calls : dict
         How many calls ran what, as ``S2OAttention.calls``.
     loss : LossReport or None
@@ -117,7 +136,7 @@ class ModelReport:
 
     def table(self) -> str:
         """For a terminal."""
-        ran = [x for x in self.layers if x.ran in ("s2o", "dense")]
+        ran = [x for x in self.layers if x.ran in BY_S2O]
         others = [x for x in self.layers if x.ran == "method"]
         lines = [f"{self.tokens:,} tokens, {len(self.layers)} calls of attention, {len(ran)} by S2O"]
         if others:
@@ -129,8 +148,9 @@ class ModelReport:
             )
         if ran:
             lines.append(
-                f"error and density by {self.segments:,} of {self.segments_total:,} segments; error is rel_l2 against "
-                "dense attention"
+                f"error and density by {self.segments:,} of {self.segments_total:,} segments"
+                f"{' of a head, or a larger part' if len(_looked_at(ran)) > 1 else ''}; error is rel_l2 against dense "
+                "attention"
             )
         if others:
             lines.append("error and density of another method by whole calls; error is rel_l2 against dense attention")
@@ -148,16 +168,15 @@ class ModelReport:
 
     def _line(self, x: LayerReport, timed: bool) -> str:
         if x.error is None or x.density is None:
-            line, told = f"{x.layer:>6} {'':>9} {'':>9} {'':>18}", x.ran
+            line = f"{x.layer:>6} {'':>9} {'':>9} {'':>18}"
         else:
             worst = int(x.error.argmax())
             named = f"{head_name(x.layer, worst)}: {x.error[worst]:.3g}"
             line = f"{x.layer:>6} {x.mean_density:>9.3f} {x.pooled_error:>9.3g} {named:>18}"
-            told = x.method or ", units of ".join(_each(of, "g") for of in (x.tau, x.unit) if of is not None)
         if timed:
             line += " ".join(["", f"{'' if x.ms is None else f'{x.ms:.2f}':>8}",
                               f"{'' if x.dense_ms is None else f'{x.dense_ms:.2f}':>9}"])  # fmt: skip
-        return f"{line}   {told}"
+        return f"{line}   {x.told}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; heads are called layer.head."""
@@ -165,7 +184,7 @@ class ModelReport:
         for x in self.layers:
             row: dict[str, Any] = {"layer": x.layer, "ran": x.ran, "method": x.method}
             row |= {"density": x.mean_density, "error": x.pooled_error, "ms": x.ms, "dense_ms": x.dense_ms}
-            names = ("tau", "unit", "density", "error", "standard_error")
+            names = ("tau", "unit", "dense", "density", "error", "standard_error", "segments", "segments_total")
             there = {name: values for name in names if (values := getattr(x, name)) is not None}
             row["heads"] = {
                 head_name(x.layer, h): {name: values[h].item() for name, values in there.items()}
@@ -237,14 +256,13 @@ def report(
     ids = parse_ids("report", vocabulary_of("report", model), input_ids)
     check_segments("report", segments)
     layers: list[LayerReport] = []
-    drawn = [0, 0]
     total = model.config.get_text_config().num_hidden_layers
 
     def attend(asked: Asked) -> Tensor:
         layer = getattr(asked.module, "layer_idx", None)
         found = LayerReport(len(layers) if layer is None else layer, asked.runs)
         if asked.is_s2o:
-            found, drawn[:] = _sampled(found, asked, segments, seed)
+            found = _sampled(found, asked, segments, seed)
         elif found.ran == "method":
             found = _measured(found, asked)
         attention = asked.s2o if asked.reason is None else asked.ordinary
@@ -259,7 +277,8 @@ def report(
         hidden = last_hidden(model, ids, **inputs)
     calls = dict(Counter(x.ran for x in layers))
     measured = _loss(model, ids, s2o, hidden, inputs) if loss and model.get_output_embeddings() else None
-    return ModelReport(ids.shape[-1], tuple(layers), drawn[0], drawn[1], calls, measured)
+    smallest = min(_looked_at(layers), key=lambda of: of[0] / of[1], default=(0, 0))
+    return ModelReport(ids.shape[-1], tuple(layers), *smallest, calls, measured)
 
 
 def _registered(model: Any) -> S2OAttention:
@@ -270,17 +289,22 @@ def _registered(model: Any) -> S2OAttention:
     raise ValueError("report: no S2O is registered; accepted: after s2o_cupy.integrations.transformers.register()")
 
 
-def _each(values: np.ndarray, form: str) -> str:
-    """A number for all heads, or one for each where they differ."""
-    return " ".join(format(x, form) for x in (values if len({*values.tolist()}) > 1 else values[:1]))
+def _each(words: Sequence[str]) -> str:
+    """One for all heads, or one for each where they differ."""
+    return " ".join(words if len({*words}) > 1 else words[:1])
 
 
-def _sampled(found: LayerReport, asked: Asked, segments: int, seed: int) -> tuple[LayerReport, tuple[int, int]]:
+def _looked_at(layers: Iterable[LayerReport]) -> set[tuple[int, int]]:
+    """Of heads that ran S2O: how many of how many segments were looked at."""
+    there = [(x.segments, x.segments_total) for x in layers if x.segments is not None and x.segments_total is not None]
+    return {pair for of in there for pair in zip(*(x.tolist() for x in of), strict=True)}
+
+
+def _sampled(found: LayerReport, asked: Asked, segments: int, seed: int) -> LayerReport:
     """With density and error of each head by its own config."""
     qkv = longest_sequence(asked)
     heads = qkv.q.shape[1]
     configs: list[S2OConfig] = [S2OConfig(tau=0)] * heads
-    together = np.zeros(heads, np.int64)  # of each head: how many its call has, which decides on dense attention
     for group in asked.groups:
         if group.config.error is not None:
             raise ValueError(
@@ -288,7 +312,6 @@ def _sampled(found: LayerReport, asked: Asked, segments: int, seed: int) -> tupl
                 "for each head"
             )
         members = np.arange(heads)[group.heads].tolist()
-        together[members] = len(members)
         tau = group.config.tau
         if isinstance(tau, tuple) and len(tau) != len(members):
             raise ValueError(f"report: tau has {len(tau)} numbers; accepted: one, or {len(members)}, one for each head")
@@ -296,29 +319,28 @@ def _sampled(found: LayerReport, asked: Asked, segments: int, seed: int) -> tupl
             configs[h] = group.config.with_tau(of_head)
     tau, density, error, standard_error, share = np.zeros((5, heads))
     tau[:] = [config.tau_of(qkv.k.shape[2]) for config in configs]
-    size = (0, 0)
+    looked_at, of_all = np.zeros((2, heads), np.int64)
+    dense = np.array(asked.dense_heads)
     for base in dict.fromkeys(config.with_tau(0) for config in configs):  # one sample for all of its taus
         sample = Sample(
             qkv, base, segments=segments, seed=seed, function="report", scale=asked.scale, softcap=asked.softcap
         )
-        size = (len(sample.segments), sample.geometry.segments)
         for value in dict.fromkeys(config.tau for config in configs if config.with_tau(0) == base):
             here = np.array([config == base.with_tau(value) for config in configs])
             estimate = sample.estimate(value)
             share[here] = estimate.share.sum(0)[here]
-            limit = launch_plan.dense_limit(base.with_tau(value), int(together[here].max()))
-            if asked.query.is_cuda and sample.problem.seqlen_k <= limit:
-                density[here] = 1  # which the sample, S2O at any length, is not
-                continue
+            looked_at[here], of_all[here] = len(sample.segments), sample.geometry.segments
             squared = (estimate.share * np.square(estimate.error)).sum(0)  # of all sequences of the batch
             with np.errstate(divide="ignore", invalid="ignore"):
                 error[here] = np.where(squared == 0, 0.0, np.sqrt(squared / estimate.share.sum(0)))[here]
             density[here] = estimate.density.mean(0)[here]
             standard_error[here] = np.sqrt(np.square(estimate.standard_error).mean(0) / len(estimate.error))[here]
+    density[dense], error[dense], standard_error[dense] = 1, 0, 0  # the sample is of S2O, at any length
     unit = np.array([config.unit for config in configs])
     return replace(
-        found, tau=tau, unit=unit, density=density, error=error, standard_error=standard_error, share=share
-    ), size  # fmt: skip
+        found, tau=tau, unit=unit, density=density, error=error, standard_error=standard_error, share=share,
+        dense=dense, segments=looked_at, segments_total=of_all,
+    )  # fmt: skip
 
 
 def _measured(found: LayerReport, asked: Asked) -> LayerReport:

@@ -117,7 +117,7 @@ def tune_model(
     loss : float, optional
         At most so many nats a token more than with dense attention, as above. Above 0.
     error : float, optional
-        At most this rel_l2: of each layer, of each head, or (by "model") of every layer at one tau.
+        At most this rel_l2, between 0 and 1: of each layer, of each head, or (by "model") of every layer at one tau.
     density : float, optional
         At most this share of pairs computed, mean over layers and heads. One of the three must be given.
     by : {"layer", "head", "model"}, default "layer"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import difflib
 import functools
 import itertools
 import json
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ..api.paged import s2o_attention_paged
 from ..extras import with_extra
+from ..nearest import meant
 from ..plan.device import DeviceLimits
 from ..problem import validate
 from ..selection.methods import make_plan
@@ -22,6 +22,8 @@ from ..spec import MAX_HEAD_DIM, S2OConfig
 from ..tools.layer_settings import MIN_SEQLEN, config_of, read_settings
 
 with with_extra(__name__, "PyTorch"):
+    import torch
+
     from .fallbacks import CallCounts, Kinds
 
 __all__ = [
@@ -126,7 +128,7 @@ class ServingSettings:
 
     def within(self, layers: int | None, owner: str) -> ServingSettings:
         """The same of a model with so many layers; ValueError if per_layer names others, or if settings are such that
-        no prompt could run by them. None: nobody knows."""
+        no prompt could run by them on this process's GPU. None: nobody knows."""
         beyond = sorted(layer for layer in self.per_layer if layers is not None and layer >= layers)
         if beyond and layers is not None:
             raise ValueError(
@@ -134,20 +136,27 @@ class ServingSettings:
                 f"has {layers} layers"
             )
         if layers is None or any(layer not in self.per_layer for layer in range(layers)):
-            _check_runs(self.config, owner)
+            _check_runs(self.config, owner, _capability())
         for layer, config in self.per_layer.items():
             if config is not None:
-                _check_runs(config, f"{owner}: per_layer[{layer}]")
+                _check_runs(config, f"{owner}: per_layer[{layer}]", _capability())
         return self
 
     def of_layer(self, layer: int) -> S2OConfig | None:
         return self.per_layer.get(layer, self.config)
 
 
+def _capability() -> int:
+    """The compute capability of this process's GPU, 90 for 9.0; without one that of Hopper."""
+    if not torch.cuda.is_available():
+        return 90
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
 @functools.lru_cache
-def _check_runs(config: S2OConfig, where: str) -> None:
-    """Raise what a Hopper GPU would refuse of every prompt. Whether another has kernels of a given ``path``, its first
-    call says."""
+def _check_runs(config: S2OConfig, where: str, capability: int) -> None:
+    """Raise what a GPU of this compute capability would refuse of every prompt."""
     if isinstance(config.tau, tuple):
         raise ValueError(
             f"{where}: tau has {len(config.tau)} numbers; accepted: one for all heads, as a server's GPUs may have "
@@ -155,7 +164,7 @@ def _check_runs(config: S2OConfig, where: str) -> None:
         )
     try:
         problem = validate(_SHAPES, ("bfloat16",) * 3, config=config, backend="cupy")
-        make_plan(problem, config, DeviceLimits.of_architecture(90), aligned=True)
+        make_plan(problem, config, DeviceLimits.of_architecture(capability), aligned=True)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error.args[0]}") from error
 
@@ -209,9 +218,8 @@ def _config(settings: Mapping[str, Any], owner: str) -> S2OConfig:
     for name in settings:
         if name not in known:
             accepted = ["min_seqlen", "per_layer", "settings", "backend", *known]
-            near = difflib.get_close_matches(name, accepted, n=1)
-            meant = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"{owner}: {name!r} is not a setting; {meant}accepted: {', '.join(accepted)}")
+            like = meant(str(name), accepted)
+            raise ValueError(f"{owner}: {name!r} is not a setting; {like}accepted: {', '.join(accepted)}")
     return config_of(settings, owner)
 
 

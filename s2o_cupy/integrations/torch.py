@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints, overload
 
 from ..errors import ArgumentTypeError, ArgumentValueError, arguments_of
@@ -366,9 +366,14 @@ def _backend(q: Tensor) -> str:
     return "cupy" if q.device.type == "cuda" else "numpy"
 
 
+def _argument(field: Field[Any]) -> str:
+    """Of the operators' schemas. Graphs exported before the field was there lack it: it has the value of then."""
+    before = f"={field.metadata['before']}" if "before" in field.metadata else ""
+    return f"{_SCHEMA_TYPES[_HINTS[field.name]]} {field.name}{before}"
+
+
 _library = torch.library.Library("s2o_cupy", "DEF")
-_LATER = {"clusters": "=0"}  # fields that graphs exported before do not have; it is 0 with every rank of then
-_CONFIG = ", ".join(f"{_SCHEMA_TYPES[_HINTS[name]]} {name}{_LATER.get(name, '')}" for name in _NAMES)
+_CONFIG = ", ".join(map(_argument, fields(S2OConfig)))
 _library.define(
     "attention(Tensor q, Tensor k, Tensor v, float? scale, float softcap, bool is_causal, str layout, bool return_lse, "
     f"{_CONFIG}) -> (Tensor o, Tensor lse)",

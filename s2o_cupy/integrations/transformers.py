@@ -26,9 +26,8 @@ with with_extra(__name__, "transformers"):
 from ..api.habits import answers_habits
 from ..api.run import parse_config
 from ..methods.attention import sparse_attention
-from ..methods.own import AnyMethod, pass_of
+from ..methods.own import ACCEPTED, AnyMethod, config_named, pass_of
 from ..methods.varlen import sparse_attention_varlen
-from ..plan.launch_plan import dense_limit
 from ..spec import MAX_HEAD_DIM, S2OConfig
 from ..tools.layer_settings import MIN_SEQLEN, read_settings
 from .autocast import to_autocast_dtype
@@ -37,7 +36,7 @@ from .causal_mask import CausalMask
 from .fallbacks import OF_MODELS, CallCounts, why_not_tensors
 from .head_groups import LayerConfigs
 from .mask_functions import REASON, causal_mask
-from .model_arguments import check_min_seqlen
+from .model_arguments import check_is_no_method, check_min_seqlen
 from .packed_rows import pack, starts, unpack
 from .plain import Weights, plain_attention
 from .sliding_window import window_attention
@@ -105,12 +104,15 @@ def register(
             f"register: name is {name!r}; accepted: letters, digits, '_', '-' and '.', "
             "and not a name that transformers has given already"
         )
+    if config is None:
+        check_is_no_method("register", name, takes_methods=True)
     if min_seqlen is not None:
         check_min_seqlen("register", min_seqlen)
     if isinstance(config, str | os.PathLike):
         for other, given in (("per_layer", per_layer), ("tau", tau)):
             if given is not None:
                 raise ValueError(f"register: {other} came with the file {str(config)!r}; accepted: one of them")
+        _check_file(config)
         config, per_layer, of_file = read_settings(config)
         min_seqlen = of_file if min_seqlen is None else min_seqlen
     if tau is not None:
@@ -119,6 +121,16 @@ def register(
     AttentionInterface.register(name, registered)
     AttentionMaskInterface.register(name, causal_mask)
     return registered
+
+
+def _check_file(config: str | os.PathLike[str]) -> None:
+    """Whether it may be the path of one, or else is the name of a method."""
+    if isinstance(config, str) and re.fullmatch(r"[\w -]*", config) and not os.path.exists(config):
+        named = config_named(config)
+        raise ValueError(
+            f"register: config is {config!r}, which is no file; {f'did you mean {named}? ' if named else ''}accepted: "
+            f"a file that tune_model or s2o tune wrote, {ACCEPTED}"
+        )
 
 
 class _Call(NamedTuple):
@@ -167,9 +179,19 @@ class Asked(NamedTuple):
         """What runs, as S2OAttention.calls counts it."""
         if not self.is_s2o:
             return self.reason or ("method" if self.call.window is None else "dense window")
-        heads = range(self.query.shape[1])
-        limits = (dense_limit(group.config, group.count(heads)) for group in self.groups)
-        return "dense" if self.query.is_cuda and self.call.seqlen_k <= min(limits) else "s2o"
+        dense = self.dense_heads
+        return "dense" if all(dense) else "partly dense" if any(dense) else "s2o"
+
+    @property
+    def dense_heads(self) -> list[bool]:
+        """Of each query head of a call that S2O takes, whether nothing is left out for it, as S2O's kernels have it.
+        The reference on a CPU takes S2O's way with any head."""
+        found = [False] * self.query.shape[1]
+        if self.query.is_cuda:
+            for group in self.groups:
+                for head, dense in group.dense_heads(len(found), self.call.seqlen_k):
+                    found[head] = dense
+        return found
 
     def s2o(self) -> Tensor:
         """[batch, seqlen_q, heads, head_dim]"""
@@ -222,9 +244,8 @@ class S2OAttention:
     Attributes
     ----------
     calls : collections.Counter
-        How often "s2o" ran, "dense", "method" or "dense window" for it, and each reason why none did, in compiled
-        graphs too.
-        The log says each reason once.
+        How often "s2o" ran, "partly dense", "dense", "method" or "dense window" for it, and each reason why none did,
+        in compiled graphs too. The log says each reason once.
     """
 
     def __init__(self, configs: LayerConfigs, min_seqlen: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -13,17 +14,18 @@ from typing import Any, Protocol
 
 from ..arrays.frameworks.base import Framework
 from ..errors import ArgumentTypeError, ArgumentValueError
+from ..nearest import nearest
 from ..plan.schedule_form import ScheduleForm
 from ..problem import PLAIN, Problem
 from ..schedules.schedule import Schedule
-from ..spec import Pass, S2OConfig
+from ..spec import RANKS, Pass, S2OConfig
 from .base import MethodConfig
 from .blasst import BLASSTConfig
 from .registry import METHODS
 
 __all__ = [
-    "ACCEPTED", "IN_ARRAY_CODE", "AnyMethod", "Method", "OwnMethod", "as_method", "fields_given", "method_name",
-    "pass_of",
+    "ACCEPTED", "IN_ARRAY_CODE", "AnyMethod", "Method", "OwnMethod", "as_method", "config_named", "fields_given",
+    "method_name", "pass_of",
 ]  # fmt: skip
 
 IN_ARRAY_CODE: tuple[type[Any], ...] = (BLASSTConfig,)  # published methods that are callables
@@ -136,13 +138,29 @@ def as_method(config: Any, what: str = "config", owner: str = "", *, s2o: bool =
             f"{what} is the class {config.__name__}; accepted: an instance, {config.__name__}(...)", owner
         )
     if isinstance(config, S2OConfig) or not callable(config):
-        meant = _meant(config) if s2o else ""
+        meant = _meant(config, s2o)
         raise ArgumentTypeError(f"{what} is a {type(config).__name__}; accepted: {accepted}{meant}", owner)
     return OwnMethod(config)
 
 
-def _meant(config: Any) -> str:
+def config_named(name: str, *, s2o: bool = True, exactly: bool = False) -> str | None:
+    """How the configuration is made that ``name`` is or is like: "XAttentionConfig(...)" of "xattention". ``s2o``:
+    whether S2O and its ranks count, ``exactly``: names alone that differ in nothing but signs and cases."""
+    accepted: tuple[type[Any], ...] = (S2OConfig, *METHODS, *IN_ARRAY_CODE) if s2o else (*METHODS, *IN_ARRAY_CODE)
+    known = {method.__name__.removesuffix("Config").lower(): f"{method.__name__}(...)" for method in accepted}
+    known |= {rank: f"S2OConfig(rank={rank!r})" for rank in (RANKS if s2o else ())}
+    plain = re.sub(r"config|[\W_]", "", name.lower())
+    near = nearest(plain, known, 1.0 if exactly else 0.6)
+    return None if near is None else known[near]
+
+
+def _meant(config: Any, s2o: bool) -> str:
     """What was probably meant, for an error."""
+    if isinstance(config, str):
+        named = config_named(config, s2o=s2o)
+        return "" if named is None else f"; did you mean {named}?"
+    if not s2o:
+        return ""
     if isinstance(config, Mapping):
         return "; such as S2OConfig(**config)"
     is_number = isinstance(config, numbers.Real) and not isinstance(config, bool)

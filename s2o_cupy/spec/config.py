@@ -6,11 +6,12 @@ import functools
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..by_head import check_error, check_tau
 from ..errors import ArgumentTypeError, ArgumentValueError
+from ..nearest import nearest
 from .constants import (
     CLUSTERS,
     DEFAULT_TAU,
@@ -87,6 +88,10 @@ def not_a_config(config: Any, owner: str = "") -> ArgumentTypeError:
         meant = f", an object: {config.__name__}()"
     elif isinstance(config, numbers.Real) and not isinstance(config, bool):
         meant = f", such as S2OConfig(tau={config})"
+    elif isinstance(config, str):
+        rank = nearest(config, RANKS)
+        others = "; sparse_attention takes other methods, by their configurations"
+        meant = others if rank is None else f", such as S2OConfig(rank={rank!r})"
     elif ".methods." in type(config).__module__:
         meant = "; sparse_attention takes the others"
     return ArgumentTypeError(f"config is a {type(config).__name__}; accepted: S2OConfig or None{meant}", owner)
@@ -185,11 +190,11 @@ class S2OConfig:
         call of a whole prompt (seqlen_q is seqlen_k): 256, or a longer segment, where they are at most one in 32; else
         0.
     error : float or sequence of float, optional
-        Instead of tau: rel_l2 against dense attention, ||o - dense|| / ||dense||, for all heads or one for each query
-        head. Each head gets the largest tau whose error, estimated on a sample of segments, is at most this; 0 where
-        none is. An estimate, not a bound (docs/tuning.md), made with ``tail="none"``. Sampled segments are of the whole
-        sequence, and so each row depends on all of it. On the GPU their outputs, and several for each q tile that runs,
-        come on top of ``workspace_bytes``.
+        Instead of tau: rel_l2 against dense attention, ||o - dense|| / ||dense||, between 0 and 1, for all heads or one
+        for each query head. Each head gets the largest tau whose error, estimated on a sample of segments, is at most
+        this; 0 where none is. An estimate, not a bound (docs/tuning.md), made with ``tail="none"``. Sampled segments
+        are of the whole sequence, and so each row depends on all of it. On the GPU their outputs, and several for each
+        q tile that runs, come on top of ``workspace_bytes``.
 
     Raises
     ------
@@ -211,7 +216,8 @@ class S2OConfig:
     tail: str | None = None
     error: float | Sequence[float] | None = None
     dense_last: int | None = None
-    clusters: int = None  # type: ignore[assignment]  # of rank="query" alone; otherwise 0
+    # Of rank="query" alone; otherwise 0. "before": what it is in a PyTorch graph exported before the field was there.
+    clusters: int = field(default=None, metadata={"before": 0})  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         self._default("rank", "weight" if self._is_given("pooled_queries") else "query")

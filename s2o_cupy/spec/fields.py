@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import numbers
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from ..errors import ArgumentError, ArgumentTypeError, ArgumentValueError
+from ..nearest import meant
 
 __all__ = [
     "Default", "DefaultInt", "DefaultText", "checked_int", "names_its_fields", "plain", "takes_defaults_for_given",
@@ -66,9 +66,7 @@ def names_its_fields(cls: type[_Class]) -> type[_Class]:
         try:
             for name in given:
                 if name not in known:
-                    near = difflib.get_close_matches(name, known, n=1)
-                    meant = f"did you mean {near[0]}? " if near else ""
-                    raise ArgumentTypeError(f"{name} is not a field; {meant}accepted: {', '.join(known)}")
+                    raise ArgumentTypeError(f"{name} is not a field; {meant(name, known)}accepted: {', '.join(known)}")
             if missing := [name for name in needed if name not in given]:
                 raise ArgumentTypeError(f"{' and '.join(missing)} is missing; accepted: {', '.join(known)}")
             make(self, *args, **given)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from typing import Any, NoReturn
 
 from .. import __version__, spec
 from ..cuda.compiler import ARCHITECTURES
+from ..nearest import nearest
 from ..plan.launch_plan import padded_head_dim
 from ..spec import S2OConfig, S2OError
 from . import inputs
@@ -52,8 +52,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         wrong = re.match(r"argument \S+: invalid choice: '([^']*)' \(choose from (.*)\)$", message)
-        near = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1) if wrong else []
-        message += "".join(f"; did you mean {name}?" for name in near)
+        near = nearest(wrong[1], re.findall(r"[\w-]+", wrong[2])) if wrong else None
+        message += "" if near is None else f"; did you mean {near}?"
         self.exit(UNABLE, f"{self.prog}: error: {message} ({self.prog} --help lists everything)\n")
 
 
@@ -345,13 +345,13 @@ def _plain(value: Any) -> Any:
 def _unknown(arguments: Sequence[str], accepted: Sequence[str]) -> str:
     """What to say of the first argument that a command does not know."""
     name = arguments[0].partition("=")[0]
-    near = difflib.get_close_matches(name, accepted, n=1)
+    near = nearest(name, accepted)
     if name == "--out" and "--plot" in accepted:  # a picture, while --out is a file of settings
-        near = ["--plot"]
+        near = "--plot"
     field = name.removeprefix("--").replace("-", "_")
     if "--method" in accepted and field in (x.name for x in fields(S2OConfig)):
-        near = [f"--method s2o:{field}=VALUE"]
-    meant = f"did you mean {near[0]}? " if near else ""
+        near = f"--method s2o:{field}=VALUE"
+    meant = "" if near is None else f"did you mean {near}? "
     return f"{name} is not accepted; {meant}accepted: {', '.join(accepted)}"
 
 

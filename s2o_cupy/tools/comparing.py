@@ -20,10 +20,10 @@ from ..methods.blasst import BLASSTConfig
 from ..methods.own import ACCEPTED, IN_ARRAY_CODE, AnyMethod, as_method, fields_given, method_name
 from ..methods.registry import METHODS
 from ..methods.sparge import SpargeConfig
+from ..nearest import meant
 from ..problem import Problem
 from ..spec import S2OConfig
 from .finite import all_finite, not_finite_of
-from .nearest import meant
 from .own_file import own_method, own_place
 from .problems import problem_of
 from .progress import Report

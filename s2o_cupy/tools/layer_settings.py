@@ -9,7 +9,6 @@ as layer.head, both counted from 0; null leaves a layer to the model's own atten
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import plain_kind
+from ..nearest import nearest
 from ..spec import S2OConfig
 
 __all__ = [
@@ -89,8 +89,8 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
     if not isinstance(found, Mapping) or not isinstance(found.get("config"), Mapping):
         raise ValueError(f'{path}: no object with "config"; accepted: a file that tune_model or s2o tune wrote')
     for name in found:  # tools write more than is read here, but nothing that looks like what is
-        if name not in _READ and (close := difflib.get_close_matches(name, _READ, 1, 0.8)):
-            raise ValueError(f"{path}: {name} is no entry; did you mean {close[0]}?")
+        if name not in _READ and (near := nearest(name, _READ, 0.8)):
+            raise ValueError(f"{path}: {name} is no entry; did you mean {near}?")
     base, entries, min_seqlen = found["config"], found.get("per_layer") or {}, found.get("min_seqlen")
     if min_seqlen is not None and (isinstance(min_seqlen, bool) or not isinstance(min_seqlen, int) or min_seqlen < 0):
         raise ValueError(f"{path}: min_seqlen is {min_seqlen!r}; accepted: an integer >= 0, or null")

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from ..methods.own import AnyMethod, as_method, method_name
-from .nearest import meant
+from ..nearest import meant
 
 __all__ = ["OwnPlace", "own_method", "own_place", "says_which"]
 

@@ -351,7 +351,8 @@ def tune_layers(
     source : path, or mapping
         A folder or a file that ``capture`` wrote, or ``{layer: (q, k, v)}``.
     error : float, optional
-        The largest tau with at most this rel_l2: of each layer, of each head, or of every layer at once.
+        The largest tau with at most this rel_l2, between 0 and 1: of each layer, of each head, or of every layer at
+        once.
     density : float, optional
         The taus whose density, mean over heads and layers, is at most this, and with the least sum of the layers'
         squared errors. One of the two must be given.

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..api.habits import answers_habits
 from ..api.run import parse_config
+from ..by_head import check_one_error
 from ..errors import ArgumentTypeError, ArgumentValueError, arguments_of
 from ..plan import launch_plan
 from ..problem import Problem
@@ -151,7 +152,7 @@ def tune(
     q, k, v : array
         As `s2o_attention` takes them, of any framework.
     error : float, optional
-        rel_l2 against dense attention, ||o - dense|| / ||dense||. Above 0.
+        rel_l2 against dense attention, ||o - dense|| / ||dense||. Between 0 and 1.
     density : float, optional
         Pairs computed / pairs of dense attention. Above 0, up to 1. One of the two must be given.
     taus : sequence of float
@@ -245,6 +246,8 @@ def parse_target(function: str, /, **targets: Any) -> Target:
         came = came if given else f"neither {listed.format('nor')} is given"
         raise ArgumentValueError(f"{came}; accepted: one of them", function)
     ((name, value),) = given.items()
+    if name == "error":
+        return Target(name, check_one_error(name, value, function))
     most, accepted = (1.0, "a number above 0, up to 1") if name == "density" else (math.inf, "a finite number above 0")
     return Target(name, positive(f"{name} is", value, accepted, most, function))
 

@@ -10,11 +10,12 @@ import numpy as np
 from ..api.attention import s2o_attention
 from ..api.habits import answers_habits
 from ..api.run import parse_config
+from ..by_head import check_one_error
 from ..errors import arguments_of
 from ..spec import S2OConfig
 from .inputs import QKV
 from .sampled import Sample
-from .tuning import TAUS, parse_taus, positive
+from .tuning import TAUS, parse_taus
 
 __all__ = ["WITHIN_TAUS", "attention_within"]
 
@@ -46,7 +47,7 @@ def attention_within(
     q, k, v : array
         As `s2o_attention` takes them, of any framework.
     error : float
-        rel_l2 against dense attention, ||o - dense|| / ||dense||, of each head. Above 0.
+        rel_l2 against dense attention, ||o - dense|| / ||dense||, of each head. Between 0 and 1.
     config : S2OConfig, optional
         All but tau and error, which are not looked at.
     is_causal, scale, softcap, layout, segments, seed : optional
@@ -82,7 +83,7 @@ def attention_within(
     >>> o.shape, taus.shape
     ((1, 4, 1024, 32), (4,))
     """
-    error = positive("error is", error, "a finite number above 0", owner="attention_within")
+    error = check_one_error("error", error, "attention_within")
     function = "attention_within"
     grid, config = parse_taus(function, taus), parse_config(config, None, function).with_tau(0.0)
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "layout": layout}
