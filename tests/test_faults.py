@@ -380,8 +380,10 @@ FAULTS = [
     *_faults(
         "key_moments", TAIL,
         ("means are not taken off", "tail output", " - mean * (of_keys[c] * share)", ""),
-        ("parts are not added up", "tail output", "product[c] += products_of[i][c];", "product[c] = products_of[i][c];"),
-        ("sums are of more keys", "tail output", "1.f / static_cast<float>(keys)", "1.f / static_cast<float>(keys + 64)"),
+        ("parts are not added up", "tail output", "product[c] += products_of[i][c];",
+         "product[c] = products_of[i][c];"),
+        ("sums are of more keys", "tail output", "1.f / static_cast<float>(keys)",
+         "1.f / static_cast<float>(keys + 64)"),
     ),
     *_faults(
         "pass2", TAIL,
