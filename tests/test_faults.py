@@ -57,6 +57,7 @@ AROUND = replace(UNITS, seqlen_q=600, seqlen_k=1000 + 3, is_causal=False)
 # More keys than the head of an order.
 LONG = Case(seqlen_q=300, seqlen_k=9503, segment=256, block_m=64, block_n=64, tau=0.01, options={"unit": 1})
 HOPPER = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=512, head_dim=128, options={"window": 30})
+HOPPER_TAIL = replace(HOPPER, tau=1000.0, options={"rank": "mean", "window": 30, "tail": "first_order"})
 BY_HEAD = (0.01, 0.5, 0.0, 0.1)  # of four heads
 # A key that the mean query puts last and some queries put first, by more than a weight can hold.
 RISING = replace(HOPPER, tau=0.0, options={"rank": "mean", "window": 30}, poison=("k", 100, -2000.0))
@@ -376,6 +377,23 @@ FAULTS = [
     *_faults(
         "part_moments", replace(TAIL, seqlen_q=9000, heads=1, kv_heads=1),
         ("a sample of many keys counts as one", "tail output", "static_cast<float>(1 << share_shift(first))", "1.f"),
+    ),
+    *_faults(
+        "add_tail_sm90", HOPPER_TAIL,
+        ("unvisited keys are counted once", "tail output", "exp2_approx(above) * left", "exp2_approx(above)"),
+        ("queries stand as they are loaded", "tail output", "        transpose_of_quad(words);\n", ""),
+        ("a column is read twice", "tail output", "c / 4 * (kRows * 128) + c % 4 * 32", "c / 4 * (kRows * 128)"),
+        ("the first samples come again", "tail output", "descriptor_at(samples, first * 128)", "samples"),
+        ("the first values come again", "tail output", "descriptor_at(covariance, d * 128)", "covariance"),
+        ("values stand as they are copied", "tail output", "return (d & ~30) | (d & 6) << 2 | (d >> 2 & 6)",
+         "return d"),
+        ("rows 16 apart are swizzled alike", "tail output", "covariance_place(row + i), chunk)",
+         "covariance_place(row), chunk) + covariance_place(i) * 128"),
+        ("lse is without the tail", "tail lse", "+= log1pf(mass[h])", "+= 0.f"),
+    ),
+    *_faults(
+        "add_tail_sm90", replace(HOPPER_TAIL, dtype="float16"),
+        ("queries stay float16", "tail output", "return Element::kWide ? pair :", "return true ? pair :"),
     ),
     *_faults(
         "key_moments", TAIL,

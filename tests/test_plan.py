@@ -432,6 +432,19 @@ def test_where_covariances_come_with_samples(compute_capability, head_dim, buffe
         assert 2 * (kernel.shared_bytes + 1024) <= limits.shared_per_multiprocessor
 
 
+@pytest.mark.parametrize(("path", "head_dim", "function"), [
+    ("hopper", 40, "add_tail_sm90"), ("hopper", 128, "add_tail_sm90"), ("hopper", 136, "add_tail"),
+    ("portable", 128, "add_tail"),
+])  # fmt: skip
+def test_who_adds_the_tail_on_hopper(path, head_dim, function):
+    problem = a_problem(seqlen_q=9000, head_dim=head_dim)
+    kernel = plan_of(problem, S2OConfig(tail="first_order", path=path)).method.tail.add_tail
+    assert (kernel.function, kernel.role) == (function, "add_tail")
+    if function == "add_tail_sm90":
+        blocks = kernel.family.blocks_per_multiprocessor
+        assert blocks * (kernel.shared_bytes + 1024) <= LIMITS[90].shared_per_multiprocessor
+
+
 @pytest.mark.parametrize("compute_capability", ARCHITECTURES)
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("head_dim", [1, 33, 64, 65, 80, 128, 129, 256])

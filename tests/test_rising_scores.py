@@ -10,6 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from conftest import has_gpu, has_hopper
+from gpu_cases import Case
+
+from s2o_cupy.tools.diffing import capture, compare
 
 LENGTH, QUERIES = 1200, 128
 LOG2 = float(np.log(2))
@@ -49,3 +53,26 @@ def test_a_score_that_is_no_number(device, rng, value):
     o = device.attend(q, k, v, config=config, tau=0, scale=1.0)
     exact = device.exact(q, k, v, scale=1.0)
     np.testing.assert_array_equal(np.isnan(o).any(-1), np.isnan(exact).any(-1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["portable", "hopper"])
+@pytest.mark.parametrize("reach", [20, 30, 60])
+def test_what_is_left_outweighs_all_that_a_row_has_found(path, reach):
+    """By so much that the tail's sums need another unit, or that it is left out; in one row of sixteen."""
+    if not has_gpu():
+        pytest.skip("no GPU: cupy.is_available() is False")
+    if path == "hopper" and not has_hopper():
+        pytest.skip("needs compute capability 9.0")
+    import cupy
+
+    case = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=256, head_dim=128, scale=1.0, tau=1000.0, dtype="float16",
+                options={"rank": "mean", "tail": "first_order"})  # fmt: skip
+    q, k, v = case.arrays()
+    q *= q.dtype.type(0.3)
+    k *= k.dtype.type(0.03)
+    q[..., 0], k[..., 0] = 4, 1
+    q[:, :, 3::16, 0], k[:, :, :256, 0] = -reach, -1  # what the mean puts last, and they first
+    problem, config = case.problem(), case.config(path)
+    report = compare(capture(*map(cupy.asarray, (q, k, v)), problem, config), q, k, v, problem, config)
+    assert report.ok, report.table()

@@ -148,6 +148,8 @@ __device__ __forceinline__ uint32 tile_descriptor(uint32 shared, uint32 atom_str
 __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset) { return descriptor + (offset >> 4); }
 
 // Operands of a product's accumulators: how they are numbered, and what they are.
+#define S2O_NUMBERS_16                                                                                \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define S2O_NUMBERS_32                                                                                \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "             \
   "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -165,6 +167,9 @@ __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                  \
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "      \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define S2O_ACCUMULATORS_16                                                                           \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),     \
+  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
 #define S2O_ACCUMULATORS_32                                                                           \
   "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),                 \
   "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),             \
@@ -248,6 +253,16 @@ __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset
       : S2O_ACCUMULATORS_32                                                                           \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(kDescriptorHigh<kEightRowsOfB>))
 
+// b is rows of K.
+#define S2O_WGMMA_RS_N32(TYPE)                                                                        \
+  asm volatile(                                                                                       \
+      "{\n.reg .pred p;\n.reg .b64 db;\nsetp.ne.b32 p, %21, 0;\n"                                     \
+      "mov.b64 db, {%20, %22};\n"                                                                     \
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " "                                 \
+      "{" S2O_NUMBERS_16 "}, {%16, %17, %18, %19}, db, p, 1, 1, 0;\n}"                                \
+      : S2O_ACCUMULATORS_16                                                                           \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(kDescriptorHigh<kEightRowsOfB>))
+
 template <class Element>
 struct Wgmma;
 
@@ -280,6 +295,11 @@ struct Wgmma;
       S2O_WGMMA_RS_N128(TYPE, "0");                                                                   \
     }                                                                                                 \
     template <int kEightRowsOfB = kEightRows>                                                         \
+    static __device__ __forceinline__ void rs_rows(float (&d)[16], const uint32 (&a)[4], uint32 b,    \
+                                                   int accumulate) {                                  \
+      S2O_WGMMA_RS_N32(TYPE);                                                                         \
+    }                                                                                                 \
+    template <int kEightRowsOfB = kEightRows>                                                         \
     static __device__ __forceinline__ void rs(float (&d)[32], const uint32 (&a)[4], uint32 b, int accumulate) { \
       S2O_WGMMA_RS_N64(TYPE);                                                                         \
     }                                                                                                 \
@@ -293,13 +313,16 @@ S2O_WGMMA(Bfloat16, "bf16")
 #undef S2O_WGMMA_RS_N256
 #undef S2O_WGMMA_RS_N128
 #undef S2O_WGMMA_RS_N64
+#undef S2O_WGMMA_RS_N32
 #undef S2O_ACCUMULATORS_128
 #undef S2O_ACCUMULATORS_96
 #undef S2O_ACCUMULATORS_64
 #undef S2O_ACCUMULATORS_32
+#undef S2O_ACCUMULATORS_16
 #undef S2O_NUMBERS_128
 #undef S2O_NUMBERS_96
 #undef S2O_NUMBERS_64
 #undef S2O_NUMBERS_32
+#undef S2O_NUMBERS_16
 
 }  // namespace s2o

@@ -26,6 +26,7 @@ struct SampleSums {
   float base[2];      // log2 of what weights are multiples of
   float middle[2];    // some product in their midst, so that squares of distances from it are exact enough
   float weights[2], squares[2], weighted[2], mean[2], variance[2];
+  bool too_large[2];  // weights, the first time
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -68,25 +69,29 @@ struct SampleSums {
         }
       }
   }
-  // Whether some weight of the warp is too large, or not finite. Then base is to be raised: a row's by its own samples
-  // alone, in two steps, from -infinity in `top` on.
-  __device__ __forceinline__ bool overflow() const {
-    return __any_sync(kFullWarp, !(weights[0] < kLargestSum && weights[1] < kLargestSum));
+  // Whether weights of one of the thread's rows are too large, or not finite. Then that row's base is to be raised, by
+  // its own samples alone, in two steps: the largest take the place of weights, from -infinity on.
+  __device__ __forceinline__ bool overflow() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) too_large[h] = !(of_quad(weights[h]) < kLargestSum);
+    return too_large[0] || too_large[1];
   }
+  __device__ __forceinline__ void clear_top() { weights[0] = weights[1] = -infinity(); }
   template <int kTiles, class Product>
-  __device__ __forceinline__ void find_top(float (&top)[2], const TailScores& scores, const Product& product) const {
+  __device__ __forceinline__ void find_top(const TailScores& scores, const Product& product) {
 #pragma unroll
     for (int j = 0; j < kTiles; ++j)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        top[h] = fmaxf(top[h], fmaxf(scores.size(product(j, h, 0), base[h]), scores.size(product(j, h, 1), base[h])));
+        weights[h] =
+            fmaxf(weights[h], fmaxf(scores.size(product(j, h, 0), base[h]), scores.size(product(j, h, 1), base[h])));
   }
-  __device__ __forceinline__ void raise_base(const float (&top)[2]) {
+  __device__ __forceinline__ void raise_base() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float most = fmaxf(top[h], __shfl_xor_sync(kFullWarp, top[h], 1));
+      float most = fmaxf(weights[h], __shfl_xor_sync(kFullWarp, weights[h], 1));
       most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
-      base[h] += fmaxf(most, 0.f);
+      if (too_large[h]) base[h] += fmaxf(most, 0.f);  // others keep their bits
     }
   }
   // Of all samples, which stand for `left` candidates: their mass as a multiple of what the row has found, whose log2 is

@@ -15,7 +15,7 @@ __device__ __forceinline__ int64 moments_of(const Params& p, const QueryTile& ti
 
 // By a whole warp. A mean value is NaN where one of its covariances is not finite.
 template <int kHeadDim>
-__device__ __forceinline__ bool moments_are_finite(const float (&mean_values)[kHeadDim]) {
+__device__ __forceinline__ bool moments_are_finite(const float* mean_values) {
   bool finite = true;
 #pragma unroll
   for (int d = 0; d < kHeadDim; d += 32) finite &= fabsf(mean_values[d + threadIdx.x % 32]) < infinity();

@@ -138,7 +138,7 @@ class Path:
     persistent: bool  # as many blocks as run at once take q tiles from a counter
     keeps_dense_state: bool  # pass 1 leaves (m, l) behind even where no pass 2 reads it
     gathers_pages: bool  # pass 1 gathers rows of pages that are too small to be copied whole, which takes longer
-    wgmma_head_dim: int  # padded head_dim up to which there are kernels with wgmma that score keys; 0: there are none
+    wgmma_head_dim: int  # padded head_dim up to which there are kernels with wgmma beside the passes; 0: there are none
     block_ms: tuple[int, ...] = GPU_BLOCK_M  # queries of a q tile
     suffix: str = ""  # of the names of its own kernels
 

@@ -10,8 +10,9 @@ from typing import Any
 from ..spec import TAIL_SAMPLES, moment_group, moment_keys
 from .build import Array, Builder, Launch
 from .device import DeviceLimits
-from .kernels import Family, Inputs, Kernel
+from .kernels import Family, Inputs, Kernel, Path
 from .method import Setting
+from .paths import HOPPER
 from .rounds import Chunk
 from .turns import bytes_before, heads_in_turns
 
@@ -32,6 +33,10 @@ ADD_TAIL = Family(
     "add_tail", "tail/add_tail.cu", "AddTailParams", 256, "({head_dim} > 128 ? 1 : 2)",
     "TailTraits<{element}, {head_dim}, {stages}, {aligned}, {paged}>",
 )  # fmt: skip
+ADD_TAIL_SM90 = Family(
+    "add_tail_sm90", "tail/add_tail_sm90.cu", "AddTailParams", 256, 3, "TailSm90Traits<{element}, {head_dim}, {paged}>",
+    path=HOPPER,
+)  # fmt: skip
 
 
 def moment_rows(head_dim: int) -> int:
@@ -49,30 +54,35 @@ def key_moments(inputs: Inputs) -> Kernel:
     return Kernel(KEY_MOMENTS, head_dim=inputs.head_dim)
 
 
-def tail_shared(head_dim: int, buffers: int) -> int:
-    """sizeof(TailTraits::Shared)."""
+def tail_shared(head_dim: int, rows: int) -> int:
+    """sizeof(TailTraits::Shared), with so many rows of samples and covariances."""
     pointers, work = 4 * 8, 8 * 8 + 6 * 4
-    return TAIL_SAMPLES * (buffers * head_dim * 2 + pointers) + head_dim * 4 + work
+    return rows * head_dim * 2 + TAIL_SAMPLES * pointers + head_dim * 4 + work
 
 
 def buffers_for(head_dim: int, limits: DeviceLimits) -> int:
     """2, so that samples and covariances are on their way together, where a multiprocessor holds two such blocks."""
     reserved = 1024  # of each block, by the driver
-    fits = 2 * (tail_shared(head_dim, 2) + reserved) <= limits.shared_per_multiprocessor
+    fits = 2 * (tail_shared(head_dim, 2 * TAIL_SAMPLES) + reserved) <= limits.shared_per_multiprocessor
     return 2 if head_dim <= TAIL_SAMPLES and fits else 1
 
 
-def add_tail(inputs: Inputs, limits: DeviceLimits) -> Kernel:
+def add_tail(inputs: Inputs, path: Path, limits: DeviceLimits) -> Kernel:
+    if inputs.aligned and inputs.head_dim <= path.wgmma_head_dim:
+        return Kernel(
+            ADD_TAIL_SM90, inputs.dtype, inputs.head_dim, softcap=inputs.softcap, paged=inputs.paged,
+            shared_bytes=tail_shared(inputs.head_dim, TAIL_SAMPLES + inputs.head_dim),
+        )  # fmt: skip
     buffers = buffers_for(inputs.head_dim, limits)
     return Kernel(
         ADD_TAIL, inputs.dtype, inputs.head_dim, inputs.aligned, stages=buffers, softcap=inputs.softcap,
-        paged=inputs.paged, shared_bytes=tail_shared(inputs.head_dim, buffers),
+        paged=inputs.paged, shared_bytes=tail_shared(inputs.head_dim, buffers * TAIL_SAMPLES),
     )  # fmt: skip
 
 
-def catalogue(inputs: Inputs, limits: DeviceLimits) -> tuple[Kernel, ...]:
+def catalogue(inputs: Inputs, path: Path, limits: DeviceLimits) -> tuple[Kernel, ...]:
     """What calls with such inputs may choose."""
-    return part_moments(inputs), key_moments(inputs), add_tail(inputs, limits)
+    return part_moments(inputs), key_moments(inputs), add_tail(inputs, path, limits)
 
 
 class Tail:
@@ -81,7 +91,7 @@ class Tail:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.part_moments, self.key_moments = part_moments(setting.inputs), key_moments(setting.inputs)
-        self.add_tail = add_tail(setting.inputs, setting.limits)
+        self.add_tail = add_tail(setting.inputs, setting.path, setting.limits)
         geometry = setting.geometry
         self.first_group = geometry.moment_group(0)  # groups ascend with segments
         last_group = geometry.moment_group(geometry.segments - 1)

@@ -50,9 +50,9 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
                 yield from path.catalogue(inputs, limits, packed, skips_values)
                 if not softcap:
                     yield from itertools.chain.from_iterable(method.catalogue(inputs, path) for method in METHODS)
+                yield from tail.catalogue(inputs, path, limits)
                 if not paged:
                     yield from _of_sampled_segments(inputs, path, limits)
-            yield from tail.catalogue(inputs, limits)
         yield from error_search.kernels(Inputs(dtype, head_dim))
         yield from methods.kernels(Inputs(dtype, head_dim, aligned, paged), limits)
         yield from antidiagonal.kernels(Inputs(dtype, head_dim, aligned, paged), paths)
