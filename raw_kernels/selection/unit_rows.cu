@@ -184,12 +184,13 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
   };
 #pragma unroll 1
   for (int r = begin + slot; r < begin + part_rows; r += kAtOnce) {
-    uint4 next[kRowsAhead] = {};
-    if (r + kAtOnce < begin + part_rows) load_rows(next, of_run + r + kAtOnce, last);
 #pragma unroll
-    for (int i = 0; i < kRowsAhead; ++i) store_row(r + i * Traits::kRows, rows[i]);
-#pragma unroll
-    for (int i = 0; i < kRowsAhead; ++i) rows[i] = next[i];
+    for (int i = 0; i < kRowsAhead; ++i) {
+      const int at = r + i * Traits::kRows;
+      const uint4 row = rows[i];
+      if (r + kAtOnce < begin + part_rows) rows[i] = load(min(of_run + at + kAtOnce, last));
+      store_row(at, row);
+    }
   }
 }
 
