@@ -64,22 +64,24 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
     (
         "unit_rows", QUERY,
         (
-            ("a block leaves out its last unit", "block means", "kBlockUnits, 1.f / kBlockUnits)",
-             "kBlockUnits - 1, 1.f / kBlockUnits)"),
-            ("two blocks are exchanged", "block means", "write(1 + block, mean)", "write(1 + (block ^ 1), mean)"),
+            ("a block leaves out its last unit", "block means", "p.leading : kBlockUnits;",
+             "p.leading : kBlockUnits - 1;"),
+            ("two blocks are exchanged", "block means", "is_centre ? 0 : 1 + block", "is_centre ? 0 : 1 + (block ^ 1)"),
             ("the centre is a sum", "block means", "1.f / p.leading", "1.f"),
         ),
     ),
     (
         "unit_rows", BYTES,
         (
-            ("the centre is not taken off", "8-bit rows", "0.f : (x[e] - centre[e]) * factor", "0.f : x[e] * factor"),
+            ("the centre is not taken off", "8-bit rows", "x[e] = (x[e] - centre[e]) * factor", "x[e] = x[e] * factor"),
             ("rows are scaled by more", "8-bit exponents", "kKeyExponent - half_exponent(longest)",
              "kKeyExponent + 5 - half_exponent(longest)"),
             ("groups are compared with the first one alone", "8-bit exponents", "longest = fmaxf(longest, length)",
              "longest = first_row ? longest : length * 0.01f"),
-            ("the first two of four are kept", "8-bit rows", "kept[i] = larger < 2", "kept[i] = i < 2"),
-            ("the later of two equal ones is kept", "8-bit rows", "size[j] >= size[i]", "size[j] > size[i]"),
+            ("the last two of four are never kept", "8-bit rows", "both_last = fminf(size[2], size[3]) >",
+             "both_last = -infinity() >"),
+            ("the later of two equal ones is kept", "8-bit rows", "(size[0] >= size[1] || both_first)",
+             "(size[0] > size[1] || both_first)"),
             ("choices stand with other columns", "8-bit rows", "lane % 4 * 8;", "(lane % 4 ^ 1) * 8;"),
             ("rows eight apart are exchanged", "8-bit rows", "(four / 4 * 2 + row % 16 / 8) * 4",
              "(four / 4 * 2 + 1 - row % 16 / 8) * 4"),
@@ -92,8 +94,8 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
     (
         "query_norms", QUERY,
         (
-            ("what pass 1 has found counts for nothing", "norms", "sum += own.y * exp2_approx(of_own - base);", ";"),
-            ("it counts in keys, not in units", "norms", "own.x - g.unit_shift", "own.x"),
+            ("what pass 1 has found counts for nothing", "norms", "sum += own_l * exp2_approx(of_own - base);", ";"),
+            ("it counts in keys, not in units", "norms", "own_m - p.geometry.unit_shift", "own_m"),
             ("a block counts once", "norms", "add_step(rows, kBlockShift", "add_step(rows, 0.f"),
             ("units in no block do not count", "norms",
              "steps + (g.is_causal ? begin % kBlockUnits > 0 : 3)", "steps"),

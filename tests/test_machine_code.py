@@ -36,15 +36,20 @@ class Stage(NamedTuple):
     pending: int  # groups of products that the wait leaves in flight
 
 
-@cache
-def stages(name: str, folder: Path) -> tuple[Stage, ...]:
+def disassembled(name: str, folder: Path) -> str:
     pytest.importorskip("cupy")
     kernel = next(kernel for kernel in kernels_for(90) if kernel.name == name)
     file = folder / f"{name}.cubin"
     file.write_bytes(compiler.machine_code(kernel, "sm_90a").code + b"\0")
     done = subprocess.run([disassembler() or "", "-c", str(file)], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+@cache
+def stages(name: str, folder: Path) -> tuple[Stage, ...]:
     found, products, exponentials = [], 0, 0
-    for instruction, pending in re.findall(r"(HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d))", done.stdout):
+    code = disassembled(name, folder)
+    for instruction, pending in re.findall(r"(HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d))", code):
         if pending:
             found.append(Stage(products, exponentials, int(pending)))
             products = exponentials = 0
@@ -83,3 +88,10 @@ def test_exponentials_run_under_the_output(name, exponentials, folder):
     there."""
     after = [second for first, second in pairwise(stages(name, folder)) if first.pending == 1]
     assert after and all(stage.exponentials >= exponentials for stage in after)
+
+
+@pytest.mark.parametrize(("name", "loads"), [("query_norms-bfloat16-d128", 16), ("query_norms-float16-d64", 8)])
+def test_queries_are_asked_for_together(name, loads, folder):
+    """No branch stands between the loads of a thread's queries: where it ends, those before it are waited for."""
+    found = re.findall(r"LDG\.E\.128|BRA|BAR", disassembled(name, folder))
+    assert "LDG.E.128 " * loads in " ".join(found) + " "

@@ -20,7 +20,7 @@ from s2o_cupy.plan.rounds import MAX_GRID, STEP
 from s2o_cupy.problem import Problem
 from s2o_cupy.selection.methods import make_plan
 from s2o_cupy.selection.orders.pooled import HOPPER_SCORE_KEYS, HOPPER_SCORE_ROWS, score_blocks
-from s2o_cupy.selection.orders.query import cluster_keys_of_block, query_weight_blocks
+from s2o_cupy.selection.orders.query import cluster_keys_of_block, query_weight_blocks, unit_rows_parts
 from s2o_cupy.selection.orders.weight import UNIT_KEYS_OF_BLOCK, unit_weight_blocks
 from s2o_cupy.selection.s2o import BYTES_PER_CANDIDATE, S2O, middle_blocks, row_pairs, strata_blocks
 from s2o_cupy.spec import (
@@ -91,7 +91,7 @@ def grids(problem: Problem, config: S2OConfig, plan: LaunchPlan) -> dict[str, in
     if config.rank == "query" and plan.chunks and geometry.units:
         kv_heads, heads = problem.batch * problem.kv_heads, problem.batch * problem.heads
         sizes["unit_clusters"] = kv_heads * -(-geometry.units * geometry.unit // cluster_keys_of_block(128))
-        sizes["unit_rows"] = kv_heads * -(-geometry.units // 128)
+        sizes["unit_rows"] = kv_heads * -(-geometry.units // 128)  # more only where these are few
         tiles = -(-min(geometry.segment, problem.seqlen_q) // 128)
         sizes["query_norms"] = heads * geometry.segments * tiles
     for chunk in plan.chunks:
@@ -224,6 +224,22 @@ def test_key_scores_on_hopper_fill_whole_waves(seqlen, heads, kv_heads):
         waves = blocks / (2 * limits.multiprocessors)
         fewest = tiles_each * STEP <= HOPPER_SCORE_KEYS[0]
         assert fewest or waves >= 7 / 8 * -(-waves // 1), chunk
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "kv_heads", "options", "parts"),
+    [
+        (8192, 8, {}, 4), (16_384, 8, {}, 2), (32_768, 8, {}, 1), (131_072, 8, {}, 1), (32_768, 2, {}, 4),
+        (8192, 1, {}, 8),
+        (8192, 1, {"clusters": 2}, 4),  # a thread has four rows
+        (8192, 1, {"path": "portable"}, 2),  # no rows, but two means of blocks
+    ],
+)  # fmt: skip
+def test_few_runs_of_units_have_several_blocks(seqlen, kv_heads, options, parts):
+    config = S2OConfig(dense_up_to=0, **options)
+    plan = plan_of(a_problem(heads=4 * kv_heads, kv_heads=kv_heads, seqlen_q=seqlen), config)
+    order, runs = plan.method.order, kv_heads * seqlen // 8 // 128
+    assert unit_rows_parts(order.unit_rows, runs, order.in_bytes, LIMITS[90]) == parts
 
 
 # ---------------------------------------------------------------- kernels of a device

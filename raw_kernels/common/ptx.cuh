@@ -133,6 +133,14 @@ __device__ __forceinline__ uint4 load_16_or_zeros(const void* global, bool prese
   return x;
 }
 
+__device__ __forceinline__ uint32 load_4_or_zeros(const void* global, bool present) {
+  uint32 x;
+  asm volatile("{\n.reg .pred present;\nsetp.ne.s32 present, %2, 0;\nmov.b32 %0, 0;\n@present ld.global.u32 %0, [%1];\n}"
+               : "=&r"(x)
+               : "l"(global), "r"(static_cast<int>(present)));
+  return x;
+}
+
 // An element type says how it converts and multiplies; its values travel as uint16 or packed uint32.
 struct Float16 {
   static constexpr uint32 kExponentMask = 0x7c007c00u;  // both halves of a packed pair

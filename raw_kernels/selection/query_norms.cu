@@ -23,11 +23,12 @@ struct QueryNormsParams {
   float* norms;              // [batch * heads, seqlen_q]
   float2* query_scales;      // [batch * heads, segments]: what queries are multiplied by, and what products are; or null
   Geometry geometry;
-  int heads, kv_heads;
+  int heads;
+  int shared_heads;          // query heads of a KV head
   int tiles;                 // of a full segment's queries
+  int head_tiles;            // of a head's
   int aligned;               // every row of q starts on 16 bytes
   float scale_log2;          // scale * log2(e), with its sign
-  Pages pages;               // of no use here: rows lie in arrays
 };
 
 constexpr float kBlockShift = 6.f;  // log2 of kBlockUnits
@@ -37,14 +38,13 @@ template <class Element_, int kHeadDim_>
 struct NormTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kStep = kBlockUnits, kThreads = kHeadDim > 128 ? 256 : 128;
-  static constexpr bool kAligned = true, kPaged = false;
   static constexpr int kOfWarp = kHeadDim > 128 ? 1 : 2;  // fragments of 16 queries
   static constexpr int kQueries = 128;                   // of a block
   static constexpr int kBuffers = 3;                     // all but one on their way at once
   struct Shared {
     uint16 rows[kBuffers][kStep * kHeadDim];
+    uint16 centre[kHeadDim];
     float longest[kThreads / 32];
-    int first_key;
   };
 };
 
@@ -60,11 +60,6 @@ struct UnitsBetween {
     first = part == 0 ? begin & ~kMask : part == 1 ? behind : whole;
     end = part == 0 ? begin : part == 1 ? min(next, units) : whole >= next ? units : whole;
   }
-  // As load_step asks for rows.
-  __device__ __forceinline__ int at(int row) const { return first + row < end ? first + row : -1; }
-  __device__ __forceinline__ int4 quad(int, int r4) const {
-    return make_int4(at(r4 * 4), at(r4 * 4 + 1), at(r4 * 4 + 2), at(r4 * 4 + 3));
-  }
 };
 
 template <class Traits>
@@ -76,28 +71,29 @@ struct QueryNorms {
 
   const QueryNormsParams& p;
   typename Traits::Shared& shared;
-  int lane, warp, head, segment, first, count;  // `first`: of the block's queries, in the segment
+  int lane, warp, head, kv_head, segment, first, count;  // `first`: of the block's queries, in the segment
   uint4 a[kOfWarp][kGroups][2];    // of queries lane / 4 and 8 more, dimensions 8 t .. 8 t + 7 of each 32, t = lane % 4
   float s[kOfWarp][kRowTiles][4];  // their products, [2 h + e] those with row_of(e) of each 8 of kPart rows
   float m[kOfWarp][2], l[kOfWarp][2], centre[kOfWarp][2];
+  float2 own;     // of pass 1: of the row that is the lane's among its quad's
+  int of_keys;    // the exponent of keys
 
   __device__ __forceinline__ QueryNorms(const QueryNormsParams& p_, typename Traits::Shared& shared_)
       : p(p_), shared(shared_), lane(threadIdx.x % 32), warp(__shfl_sync(kFullWarp, threadIdx.x / 32, 0)) {
-    find_queries();
-  }
-  // Once more where they are needed late, as registers are few.
-  __device__ __forceinline__ void find_queries() {
-    const uint32 block = block_index(), of_head = p.geometry.segments() * p.tiles;
+    const uint32 block = blockIdx.x, of_head = p.head_tiles, tile = block % of_head;
     head = block / of_head;
-    segment = block % of_head / p.tiles;
-    first = block % p.tiles * Traits::kQueries;
+    kv_head = head / p.shared_heads;
+    segment = tile / p.tiles;
+    first = tile % p.tiles * Traits::kQueries;
     count = p.geometry.query_count(segment);
   }
   __device__ __forceinline__ int row(int i, int h) const { return first + (warp * kOfWarp + i) * 16 + lane / 4 + h * 8; }
   // Which of 8 rows column lane % 4 * 2 + e of a product is with: so that reads of rows meet no two in a bank.
   __device__ __forceinline__ int row_of(int e) const { return lane % 4 + e * 4; }
-  // Zeros past head_dim; past the segment's last query that one.
-  __device__ __forceinline__ void load_queries() {
+  // Zeros past head_dim; past the segment's last query that one. `load(from, first, dims)`: elements first .. first + 7 of
+  // the dims at `from`.
+  template <class Load>
+  __device__ __forceinline__ void load_queries(const Load& load) {
     const uint16* queries =
         p.q.at(head / p.heads, head % p.heads) + static_cast<int64>(p.geometry.query_begin(segment)) * p.q.row;
     const int column = lane % 4 * 8, dims = p.geometry.head_dim - column;  // from this thread's first on
@@ -106,13 +102,8 @@ struct QueryNorms {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint16* from = queries + static_cast<int64>(min(row(i, h), count - 1)) * p.q.row + column;
-        if (p.aligned) {
 #pragma unroll
-          for (int g = 0; g < kGroups; ++g) a[i][g][h] = load_16_or_zeros(from + g * 32, g * 32 < dims);
-        } else {
-#pragma unroll
-          for (int g = 0; g < kGroups; ++g) a[i][g][h] = load_unaligned(from, g * 32, dims);
-        }
+        for (int g = 0; g < kGroups; ++g) a[i][g][h] = load(from, g * 32, dims);
       }
   }
   // d += queries times 32 dimensions of 8 rows, of one of which a thread has 8.
@@ -181,17 +172,12 @@ struct QueryNorms {
         m[i][h] = top;
       }
   }
-  __device__ __forceinline__ int64 kv_head() const {
-    return head / p.heads * p.kv_heads + head % p.heads / (p.heads / p.kv_heads);
-  }
   // Scores of the centre, each column of a product alike.
   __device__ __forceinline__ void find_centre() {
-    const int blocks = p.geometry.units() / kBlockUnits;
-    const uint16* row = p.block_keys + kv_head() * (1 + blocks) * Traits::kHeadDim + lane % 4 * 8;
     float d[kOfWarp][4] = {};
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      const uint4 of = *reinterpret_cast<const uint4*>(row + g * 32);
+      const uint4 of = reinterpret_cast<const uint4*>(shared.centre)[g * 4 + lane % 4];
 #pragma unroll
       for (int i = 0; i < kOfWarp; ++i) add_product(d[i], a[i][g], of);
     }
@@ -200,37 +186,53 @@ struct QueryNorms {
 #pragma unroll
       for (int h = 0; h < 2; ++h) centre[i][h] = d[i][2 * h] * p.scale_log2;
   }
-  // The first rows are on their way while queries are; store() needs what pass 1 has left only at the end, and then it is
-  // in L2.
+  // Starts the copy of a step's rows; zeros past the `there` first ones.
+  static __device__ __forceinline__ void load_rows(uint32 to, const uint16* rows, int there) {
+    constexpr int kChunks = Traits::kHeadDim / 8, kRows = Traits::kStep * kChunks / Traits::kThreads;
+    const int chunk = threadIdx.x % kChunks, first_row = threadIdx.x / kChunks * kRows;
+    rows += first_row * Traits::kHeadDim + chunk * 8;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      cp_async_16_or_zeros(chunk_address<Traits>(to, first_row + i, chunk), rows + i * Traits::kHeadDim,
+                           first_row + i < there);
+  }
+  // What pass 1 has left, the first rows and queries are all on their way before any of them is waited for.
   __device__ __forceinline__ void walk() {
+    load_own();
     const Geometry& g = p.geometry;
     const int begin = g.dense_begin(segment) >> g.unit_shift, units = g.units();
     const int behind = begin + (units - g.ranked(segment)), blocks = units / kBlockUnits;
     const int last = g.is_causal ? begin / kBlockUnits : blocks;  // blocks that may count
-    const uint16* of_blocks = p.block_keys + (kv_head() * (1 + blocks) + 1) * Traits::kHeadDim;  // behind the centre
-    const uint16* of_units = p.unit_means + kv_head() * units * Traits::kHeadDim;
-    const Tensor<const uint16> blocks_at = {of_blocks, 0, 0, Traits::kHeadDim};
-    const Tensor<const uint16> units_at = {of_units, 0, 0, Traits::kHeadDim};
-    const ContiguousKeys<Traits> source{shared, last, p.pages};
+    const uint16* of_centre = p.block_keys + static_cast<int64>(kv_head) * (1 + blocks) * Traits::kHeadDim;
+    const uint16* of_blocks = of_centre + Traits::kHeadDim;
+    const uint16* of_units = p.unit_means + static_cast<int64>(kv_head) * units * Traits::kHeadDim;
     // Those before the segment's own keys, and those from `second` on behind them.
     const int before = begin / kBlockUnits, second = g.is_causal ? last : (behind + kBlockUnits - 1) / kBlockUnits;
     const int steps = (last + Traits::kStep - 1) / Traits::kStep;
     const int all = steps + (g.is_causal ? begin % kBlockUnits > 0 : 3);
     const auto load = [&](int step) {
-      const uint32 to = shared_address(shared.rows[step % Traits::kBuffers]);
-      if (step < steps) {
-        load_step<Traits>(to, of_blocks, blocks_at, Traits::kHeadDim, source, step);
-      } else if (step < all) {
-        load_step<Traits>(to, of_units, units_at, Traits::kHeadDim, UnitsBetween(g, segment, step - steps), 0);
+      if (step < all) {
+        const uint16* rows = of_blocks + static_cast<int64>(step) * (Traits::kStep * Traits::kHeadDim);
+        int there = last - step * Traits::kStep;
+        if (step >= steps) {
+          const UnitsBetween between(g, segment, step - steps);
+          rows = of_units + static_cast<int64>(between.first) * Traits::kHeadDim;
+          there = between.end - between.first;
+        }
+        load_rows(shared_address(shared.rows[step % Traits::kBuffers]), rows, there);
       }
       cp_async_commit();
     };
     constexpr int kAhead = Traits::kBuffers - 1;
+    if (threadIdx.x < Traits::kHeadDim / 8)
+      cp_async_16(shared_address(shared.centre + threadIdx.x * 8), of_centre + threadIdx.x * 8);
 #pragma unroll 1
     for (int step = 0; step < kAhead; ++step) load(step);
-    prefetch_state();
-    load_queries();
-    if (p.query_scales) store_scale();
+    load_queries([&](const uint16* from, int first, int dims) {
+      return load_16_or_zeros(from + first, p.aligned && first < dims);
+    });
+    if (!p.aligned) load_queries(load_unaligned);  // in a branch of each row loads would wait for one another
+    if (p.query_scales) find_longest();
 #pragma unroll 1
     for (int step = 0; step < all; ++step) {
       cp_async_wait<kAhead - 1>();
@@ -249,15 +251,16 @@ struct QueryNorms {
     }
     cp_async_wait<0>();
   }
-  __device__ __forceinline__ void prefetch_state() const {
-    const int r = first + static_cast<int>(threadIdx.x) * 4;  // 32 bytes
-    if (r < min(first + Traits::kQueries, count))
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(p.state + static_cast<int64>(head) * p.geometry.seqlen_q +
-                                                    p.geometry.query_begin(segment) + r));
+  __device__ __forceinline__ int64 of_queries() const {
+    return static_cast<int64>(head) * p.geometry.seqlen_q + p.geometry.query_begin(segment);
+  }
+  __device__ __forceinline__ void load_own() {
+    const int part = lane % (2 * kOfWarp), r = row(part / 2, part % 2);
+    own = r < count ? p.state[of_queries() + r] : make_float2(0.f, 0.f);
+    of_keys = p.query_scales ? p.key_exponents[kv_head] : 0;
   }
   __device__ __forceinline__ void store() const {
-    const Geometry& g = p.geometry;
-    const int64 of_head = static_cast<int64>(head) * g.seqlen_q + g.query_begin(segment);
+    const int64 of_head = of_queries();
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i)
 #pragma unroll
@@ -265,20 +268,20 @@ struct QueryNorms {
         float top = m[i][h];
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
-        const int r = row(i, h);
-        const float2 own = r < count ? p.state[of_head + r] : make_float2(0.f, 0.f);
-        const float of_own = own.y == 0.f ? -infinity() : own.x - g.unit_shift;
+        const int r = row(i, h), from = lane / 4 * 4 + i * 2 + h;
+        const float own_m = __shfl_sync(kFullWarp, own.x, from), own_l = __shfl_sync(kFullWarp, own.y, from);
+        const float of_own = own_l == 0.f ? -infinity() : own_m - p.geometry.unit_shift;
         const float base_of = fmaxf(top, of_own), base = base_of == -infinity() ? 0.f : base_of;
         float sum = l[i][h] * exp2_approx(m[i][h] - base);
         sum += __shfl_xor_sync(kFullWarp, sum, 1);
         sum += __shfl_xor_sync(kFullWarp, sum, 2);
-        sum += own.y * exp2_approx(of_own - base);
+        sum += own_l * exp2_approx(of_own - base);
         const float norm = base + __log2f(sum) - (p.query_scales ? centre[i][h] : 0.f);
         if (r < count && lane % 4 == 0) p.norms[of_head + r] = fabsf(norm) < infinity() ? norm : 0.f;
       }
   }
-  // A segment is one block's where queries are taken to 8 bits.
-  __device__ __forceinline__ void store_scale() {
+  // A warp's longest query.
+  __device__ __forceinline__ void find_longest() {
     float longest = 0.f;
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i)
@@ -302,11 +305,13 @@ struct QueryNorms {
 #pragma unroll
     for (int step = 4; step < 32; step *= 2) longest = fmaxf(longest, __shfl_xor_sync(kFullWarp, longest, step));
     if (lane == 0) shared.longest[warp] = longest;
-    __syncthreads();
+  }
+  // A segment is one block's where queries are taken to 8 bits.
+  __device__ __forceinline__ void store_scale() const {
     if (threadIdx.x != 0) return;
+    float longest = shared.longest[0];
 #pragma unroll
     for (int w = 1; w < Traits::kThreads / 32; ++w) longest = fmaxf(longest, shared.longest[w]);
-    const int of_keys = p.key_exponents[kv_head()];
     const int exponent = min(kQueryExponent - half_exponent(longest), kMostExponent - of_keys);
     p.query_scales[static_cast<int64>(head) * p.geometry.segments() + segment] =
         make_float2(p.scale_log2 * power_of_two(exponent), power_of_two(exponent + of_keys));
@@ -318,15 +323,15 @@ template <class Traits>
 __device__ __forceinline__ void query_norms(const QueryNormsParams& p, typename Traits::Shared& shared) {
   QueryNorms<Traits> norms(p, shared);
   if (p.geometry.ranked(norms.segment) <= 0 || norms.first >= norms.count) return;
-  if (threadIdx.x == 0) shared.first_key = 0;
-  __syncthreads();
 #pragma unroll
   for (int i = 0; i < Traits::kOfWarp; ++i)
 #pragma unroll
     for (int h = 0; h < 2; ++h) norms.m[i][h] = -infinity(), norms.l[i][h] = 0.f;
   norms.walk();
-  norms.find_queries();
-  if (p.query_scales) norms.find_centre();  // late: registers are few
+  if (p.query_scales) {  // late: registers are few
+    norms.find_centre();
+    norms.store_scale();
+  }
   norms.store();
 }
 

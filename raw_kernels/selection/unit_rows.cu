@@ -29,7 +29,8 @@ struct UnitRowsParams {
   Geometry geometry;
   int kv_heads;
   int leading;              // units that the centre is the mean of
-  int head_blocks;          // blocks that cover a KV head's units
+  int runs;                 // of kSuperUnits units, that cover a KV head's
+  int parts;                // blocks of a run: 1, 2, 4, ...
   Pages pages;              // of a paged cache
 };
 
@@ -39,39 +40,25 @@ struct UnitRowsTraits : RowTraits<Element, kHeadDim> {
   static constexpr int kClusters = kClusters_;
 };
 
-// A thread has so many rows, or means, on their way at once: each takes long to come.
-constexpr int kRowsAhead = 4, kMeansAhead = 8;
+// A thread has so many rows, or pairs of elements of means, on their way at once: each takes long to come.
+constexpr int kRowsAhead = 4, kMeansAhead = 32;
 
-// Block: kSuperUnits neighbouring units of a KV head. A row is that of a few neighbouring threads, eight elements each.
+// Block: a part of kSuperUnits neighbouring units of a KV head. A row is that of a few neighbouring threads, eight elements
+// each; of a mean a thread has two. Each sum is one thread's, in order: the same bits whatever the parts.
 template <class Traits>
 __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
   using Element = typename Traits::Element;
   constexpr int kLanes = Traits::kLanes, kHeadDim = Traits::kHeadDim, kClusters = Traits::kClusters;
   const Geometry& g = p.geometry;
-  const int kv_head = blockIdx.x / p.head_blocks, first = blockIdx.x % p.head_blocks * kSuperUnits, units = g.units();
+  const int run = blockIdx.x / p.parts, part = blockIdx.x % p.parts, kv_head = run / p.runs;
+  const int first = run % p.runs * kSuperUnits, units = g.units();
   const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes;
   const int64 of_head = static_cast<int64>(kv_head) * units;
-  // Adds the means of `count` units from `first_unit` on, times `factor` each.
-  const auto add_means = [&](float (&sum)[8], int first_unit, int count, float factor) {
-    const uint16* from = p.unit_means + (of_head + first_unit) * kHeadDim + lane * 8;
-    for (int u = 0; u < count; u += kMeansAhead) {
-      uint4 rows[kMeansAhead];
-#pragma unroll
-      for (int i = 0; i < kMeansAhead; ++i) rows[i] = load_16_or_zeros(from + (u + i) * kHeadDim, u + i < count);
-#pragma unroll
-      for (int i = 0; i < kMeansAhead; ++i) {
-        float x[8];
-        unpack_row<Traits>(x, rows[i]);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) sum[e] += x[e] * factor;
-      }
-    }
-  };
   const bool each_key = p.cluster_keys == nullptr;  // whose rows start on 16 bytes then
   const int batch = kv_head / p.kv_heads;
   const uint16* keys = head_rows<Traits::kPaged>(p.k, batch, kv_head % p.kv_heads);
   const int dims = each_key ? g.head_dim : kHeadDim;
-  const auto load = [&](int row, bool present) {  // of a group, or a key
+  const auto load = [&](int row) {  // of a group, or a key
     const uint16* from = p.cluster_keys + (of_head * kClusters + row) * kHeadDim;
     if (each_key) {
       if constexpr (Traits::kPaged) {
@@ -80,42 +67,58 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
         from = keys + row * p.k.row;
       }
     }
-    return load_16_or_zeros(from + lane * 8, present && lane * 8 < dims);
+    return load_16_or_zeros(from + lane * 8, lane * 8 < dims);
   };
-  const auto write = [&](int row, const float (&x)[8]) {
-    uint16* to = p.block_keys + (static_cast<int64>(kv_head) * (1 + units / kBlockUnits) + row) * kHeadDim + lane * 8;
-    store_global_16(to, Element::pack(x[0], x[1]), Element::pack(x[2], x[3]), Element::pack(x[4], x[5]),
-                    Element::pack(x[6], x[7]));
-  };
-  float centre[8] = {};
-  add_means(centre, 0, p.leading, 1.f);
-  const float share = 1.f / p.leading;
+  const auto load_rows = [&](uint4 (&rows)[kRowsAhead], int row, int last) {  // past the last that one
 #pragma unroll
-  for (int e = 0; e < 8; e += 2) {
-    const uint32 pair = Element::pack(centre[e] * share, centre[e + 1] * share);
-    centre[e] = Element::low(pair);
-    centre[e + 1] = Element::high(pair);
+    for (int i = 0; i < kRowsAhead; ++i) rows[i] = load(min(row + i * Traits::kRows, last));
+  };
+  const bool has_rows = kHeadDim <= 128 && p.unit_rows != nullptr;  // else there is no kernel that reads them
+  const int last_leading = kClusters * p.leading - 1;
+  uint4 rows[kRowsAhead];
+  if (has_rows) load_rows(rows, slot, last_leading);  // on their way while the centre is found
+
+  // Threads that have a row's elements find the centre, others meanwhile means of the blocks that begin here.
+  constexpr int kPairs = kHeadDim / 2, kMeans = kSuperUnits / kBlockUnits;
+  __shared__ uint4 centre_row[kLanes];
+#pragma unroll 1
+  for (int i = threadIdx.x / kPairs; i <= kMeans; i += kRankThreads / kPairs) {
+    const bool is_centre = i == 0;
+    const int number = part + (i - 1) * p.parts, block = first / kBlockUnits + number;  // a mean is one part's
+    if (!is_centre && (number >= kMeans || (block + 1) * kBlockUnits > units)) break;
+    const int pair = threadIdx.x % kPairs, count = is_centre ? p.leading : kBlockUnits;
+    const float factor = is_centre ? 1.f : 1.f / kBlockUnits, share = is_centre ? 1.f / p.leading : 1.f;
+    const uint16* from = p.unit_means + (of_head + (is_centre ? 0 : block * kBlockUnits)) * kHeadDim + pair * 2;
+    float low = 0.f, high = 0.f;
+#pragma unroll 1
+    for (int u = 0; u < count; u += kMeansAhead, from += kMeansAhead * kHeadDim) {
+      uint32 pairs[kMeansAhead];
+#pragma unroll
+      for (int j = 0; j < kMeansAhead; ++j) pairs[j] = load_4_or_zeros(from + j * kHeadDim, u + j < count);
+#pragma unroll
+      for (int j = 0; j < kMeansAhead; ++j) {
+        low += Element::low(pairs[j]) * factor;
+        high += Element::high(pairs[j]) * factor;
+      }
+    }
+    const uint32 mean = Element::pack(low * share, high * share);
+    const int row = is_centre ? 0 : 1 + block;
+    uint16* to = p.block_keys + (static_cast<int64>(kv_head) * (1 + units / kBlockUnits) + row) * kHeadDim + pair * 2;
+    if (!is_centre || (first == 0 && part == 0)) *reinterpret_cast<uint32*>(to) = mean;
+    if (is_centre) reinterpret_cast<uint32*>(centre_row)[pair] = mean;
   }
-  if (first == 0 && slot == 0) write(0, centre);
-  // Means of blocks: a slot has one of those that begin here.
-  for (int i = slot; i < kSuperUnits / kBlockUnits; i += Traits::kRows) {
-    const int block = first / kBlockUnits + i;
-    if ((block + 1) * kBlockUnits > units) break;
-    float mean[8] = {};
-    add_means(mean, block * kBlockUnits, kBlockUnits, 1.f / kBlockUnits);
-    write(1 + block, mean);
-  }
-  if constexpr (kHeadDim > 128) return;  // there is no kernel that reads them
-  if (p.unit_rows == nullptr) return;
+  if (!has_rows) return;
+  __syncthreads();
+  float centre[8];
+  unpack_row<Traits>(centre, centre_row[lane]);
 
   // The longest of the first rows says how all are scaled, or a part of the centre where that is longer.
   // A slot finds that of every kRows-th row.
+  constexpr int kAtOnce = kRowsAhead * Traits::kRows;
   float longest = 0.f;
-  for (int first_row = 0; first_row < kClusters * p.leading; first_row += kRowsAhead * Traits::kRows) {
-    uint4 rows[kRowsAhead];
-#pragma unroll
-    for (int i = 0; i < kRowsAhead; ++i)
-      rows[i] = load(min(first_row + i * Traits::kRows + slot, kClusters * p.leading - 1), true);
+#pragma unroll 1
+  for (int first_row = 0; first_row <= last_leading; first_row += kAtOnce) {
+    if (first_row > 0) load_rows(rows, first_row + slot, last_leading);
 #pragma unroll
     for (int i = 0; i < kRowsAhead; ++i) {
       float x[8], length = 0.f;
@@ -127,6 +130,10 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
       if (length < infinity()) longest = fmaxf(longest, length);
     }
   }
+  // This part's rows of the run. The first ones come while slots compare what they have found.
+  const int part_rows = kClusters * kSuperUnits / p.parts, begin = part * part_rows, last = units * kClusters - 1;
+  const int of_run = first * kClusters;
+  load_rows(rows, of_run + begin + slot, last);
   __shared__ float of_slots[Traits::kRows];
   of_slots[slot] = longest;  // of all lanes the same
   __syncthreads();
@@ -140,26 +147,27 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
   for (int step = kLanes / 2; step > 0; step /= 2) of_centre += __shfl_xor_sync(kFullWarp, of_centre, step);
   if (of_centre < infinity()) longest = fmaxf(longest, of_centre * (1.f / (spec::kCentrePart * spec::kCentrePart)));
   const int exponent = kKeyExponent - half_exponent(longest);
-  if (first == 0 && threadIdx.x == 0) p.key_exponents[kv_head] = exponent;
+  if (first == 0 && part == 0 && threadIdx.x == 0) p.key_exponents[kv_head] = exponent;
   const float factor = power_of_two(exponent);
   using Row = UnitRow<kClusters>;
   constexpr uint16 kShareOfKey = kClusters == 2 ? 0xbc00 : kClusters == 4 ? 0xc000 : 0xc200;  // -1, -2 and -3
-  const int64 first_tile = (static_cast<int64>(kv_head) * p.head_blocks + first / kSuperUnits) * Row::kTiles;
+  const int64 first_tile = static_cast<int64>(run) * Row::kTiles;
   using Tile = KeyTile<kHeadDim == 64 ? 64 : 128>;
   unsigned char* tiles = reinterpret_cast<unsigned char*>(p.unit_rows) + first_tile * Tile::kBytes;
   uint16* shares = p.row_shares + first_tile * kTileRows;
-  // Writes what becomes of this thread's row number `r`, whose elements are `row`.
-  const auto store_row = [&](int r, const uint4& row) {
+  // Writes what becomes of this thread's row number `r` of the run, whose elements are `row`.
+  const auto store_row = [&](uint32 r, const uint4& row) {
     const int unit = r / kClusters;
     float kept[4] = {};
     uint32 choices = 0x44;  // the first two of each four
     uint16 share = 0xfc00;  // minus infinity
-    if (first + unit < units) {
+    if (first + unit < units)
+      share = each_key ? kShareOfKey : p.cluster_shares[of_head * kClusters + of_run + r];
+    if (share != 0xfc00) {
       float x[8];
       unpack_row<Traits>(x, row);
-      share = each_key ? kShareOfKey : p.cluster_shares[of_head * kClusters + first * kClusters + r];
 #pragma unroll
-      for (int e = 0; e < 8; ++e) x[e] = share == 0xfc00 ? 0.f : (x[e] - centre[e]) * factor;
+      for (int e = 0; e < 8; ++e) x[e] = (x[e] - centre[e]) * factor;
       uint32 choice[2];
       keep_two({x[0], x[1], x[2], x[3]}, kept[0], kept[1], choice[0]);
       keep_two({x[4], x[5], x[6], x[7]}, kept[2], kept[3], choice[1]);
@@ -174,18 +182,15 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
     if (lane % 4 == 0) *reinterpret_cast<uint32*>(tile + Tile::choices_at(at.row, lane)) = choices;
     if (lane == 0) shares[at.tile * kTileRows + at.row] = share;
   };
-  constexpr int kLast = kClusters * kSuperUnits;
-  static_assert(kLast % (kRowsAhead * Traits::kRows) == 0);
 #pragma unroll 1
-  for (int r = slot; r < kLast; r += kRowsAhead * Traits::kRows) {
-    uint4 rows[kRowsAhead];
+  for (int r = begin + slot; r < begin + part_rows; r += kAtOnce) {
 #pragma unroll
     for (int i = 0; i < kRowsAhead; ++i) {
-      const int row = r + i * Traits::kRows, last = units * kClusters - 1;
-      rows[i] = load(min(first * kClusters + row, last), first * kClusters + row <= last);
+      const int at = r + i * Traits::kRows;
+      const uint4 row = rows[i];
+      if (r + kAtOnce < begin + part_rows) rows[i] = load(min(of_run + at + kAtOnce, last));
+      store_row(at, row);
     }
-#pragma unroll
-    for (int i = 0; i < kRowsAhead; ++i) store_row(r + i * Traits::kRows, rows[i]);
   }
 }
 

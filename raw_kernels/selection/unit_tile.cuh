@@ -62,19 +62,14 @@ struct KeyTile {
 __device__ __forceinline__ void keep_two(const float (&x)[4], float& first, float& second, uint32& choice) {
   float size[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) size[i] = fabsf(x[i]) < infinity() ? fabsf(x[i]) : infinity();
-  bool kept[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    int larger = 0;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) larger += j < i ? size[j] >= size[i] : j > i && size[j] > size[i];
-    kept[i] = larger < 2;
-  }
-  const int low = kept[0] ? 0 : kept[1] ? 1 : 2, high = kept[3] ? 3 : kept[2] ? 2 : 1;
-  first = low == 0 ? x[0] : low == 1 ? x[1] : x[2];
-  second = high == 3 ? x[3] : high == 2 ? x[2] : x[1];
-  choice = low | high << 2;
+  for (int i = 0; i < 4; ++i) size[i] = fminf(fabsf(x[i]), infinity());  // of NaN the other
+  // The larger one of the first two and that of the last two, unless both of two are larger than the others.
+  const bool both_first = fminf(size[0], size[1]) >= fmaxf(size[2], size[3]);
+  const bool both_last = fminf(size[2], size[3]) > fmaxf(size[0], size[1]);
+  const bool zero = (size[0] >= size[1] || both_first) && !both_last, two = size[2] >= size[3] && !both_last;
+  first = both_last ? x[2] : zero ? x[0] : x[1];
+  second = both_first ? x[1] : two ? x[2] : x[3];
+  choice = (both_last ? 2 : zero ? 0 : 1) | (both_first ? 4 : two ? 8 : 12);
 }
 
 // Where byte `column` of a row of queries stands in shared memory: swizzled in pieces of 16 bytes, by 128 bytes or, of rows

@@ -16,6 +16,7 @@ from typing import Any
 from ...arrays.operand import ITEM_BYTES
 from ...plan import turns
 from ...plan.build import Array, Builder, Launch
+from ...plan.device import DeviceLimits
 from ...plan.kernels import Family, Inputs, Kernel, Path
 from ...plan.method import Setting
 from ...plan.paths import HOPPER
@@ -25,7 +26,7 @@ from .base import Order
 
 __all__ = [
     "NORM_QUERIES", "TILE_ROWS", "QueryOrder", "cluster_keys_of_block", "heads_in_turns", "query_weight_blocks",
-    "takes_bytes", "unit_row_tiles",
+    "takes_bytes", "unit_row_tiles", "unit_rows_parts",
 ]  # fmt: skip
 
 THREADS = 256
@@ -34,7 +35,7 @@ UNIT_CLUSTERS = Family(
     "ClusterTraits<{element}, {head_dim}, {paged}, {clusters}>", knows_segments=False,
 )  # fmt: skip
 UNIT_ROWS = Family(
-    "unit_rows", "selection/unit_rows.cu", "UnitRowsParams", THREADS, 2,
+    "unit_rows", "selection/unit_rows.cu", "UnitRowsParams", THREADS, 3,
     "UnitRowsTraits<{element}, {head_dim}, {paged}, {clusters}>", knows_segments=False,
 )  # fmt: skip
 QUERY_NORMS = Family(
@@ -54,6 +55,7 @@ OF_KV_HEADS = ("unit_means", "block_keys", "unit_rows", "row_shares", "key_expon
 SUPER_UNITS = 128  # units whose scores are written together (kSuperUnits)
 TILE_ROWS = 64  # rows of 8 bits of a tile (kTileRows)
 HOPPER_QUERIES = 128  # of a segment, at most (kQueries)
+UNIT_ROW_LOADS = 4  # rows that a thread of unit_rows has on their way (kRowsAhead)
 NORM_QUERIES = 128  # queries of a block of query_norms (kQueries)
 _QUERY_STAGES = 6
 GROUPED_BYTES = 128 << 20  # cluster_keys take up to so many at a time where rows of 8 bits are made of them
@@ -80,14 +82,22 @@ def unit_rows(inputs: Inputs, clusters: int) -> Kernel:
     return Kernel(UNIT_ROWS, inputs.dtype, inputs.head_dim, paged=inputs.paged, clusters=clusters)
 
 
-def unit_rows_blocks(units: int) -> int:
-    """Blocks of unit_rows for a KV head."""
+def unit_rows_runs(units: int) -> int:
+    """Runs of units that unit_rows takes, of a KV head."""
     return -(-units // SUPER_UNITS)
+
+
+def unit_rows_parts(kernel: Kernel, runs: int, in_bytes: bool, limits: DeviceLimits) -> int:
+    """Blocks for each of ``runs``: 1, or a power of two where the GPU has room for so many at once. Each finds the
+    centre anew, and has as many rows as its threads load at a time or, where there are none, the mean of a block."""
+    at_once = UNIT_ROW_LOADS * THREADS // (kernel.head_dim // 8)
+    most = min(8, SUPER_UNITS * kernel.clusters // at_once) if in_bytes else SUPER_UNITS // BLOCK_UNITS
+    return 1 << min(most, max(1, 2 * limits.multiprocessors // runs)).bit_length() - 1
 
 
 def unit_row_tiles(units: int, clusters: int) -> int:
     """Tiles of a KV head's rows of 8 bits."""
-    return unit_rows_blocks(units) * SUPER_UNITS * clusters // TILE_ROWS
+    return unit_rows_runs(units) * SUPER_UNITS * clusters // TILE_ROWS
 
 
 def key_tile_bytes(head_dim: int) -> int:
@@ -97,7 +107,7 @@ def key_tile_bytes(head_dim: int) -> int:
 
 def query_norms(inputs: Inputs) -> Kernel:
     threads = THREADS if inputs.head_dim > 128 else 128
-    shared = 3 * STEP * inputs.head_dim * 2 + threads // 32 * 4 + 4  # sizeof(NormTraits::Shared)
+    shared = (3 * STEP + 1) * inputs.head_dim * 2 + threads // 32 * 4  # sizeof(NormTraits::Shared)
     return Kernel(QUERY_NORMS, inputs.dtype, inputs.head_dim, shared_bytes=shared, own_threads=threads)
 
 
@@ -221,8 +231,8 @@ class QueryOrder(Order):
         tiles = -(-min(geometry.segment, s.problem.seqlen_q) // NORM_QUERIES)
         norms = {
             "q": build.tensors["q"], "geometry": build.geometry, "heads": s.problem.heads,
-            "kv_heads": s.problem.kv_heads, "tiles": tiles, "aligned": s.inputs.aligned,
-            "scale_log2": self.signed_scale_log2, "pages": build.pages,
+            "shared_heads": s.problem.heads // s.problem.kv_heads, "tiles": tiles,
+            "head_tiles": geometry.segments * tiles, "aligned": s.inputs.aligned, "scale_log2": self.signed_scale_log2,
         }  # fmt: skip
         return [
             *(launch for heads in self.turns() for launch in self._grouped(build, heads)),
@@ -236,16 +246,17 @@ class QueryOrder(Order):
             "k": build.tensors["k"], "geometry": build.geometry, "kv_heads": s.problem.kv_heads, "pages": build.pages,
             "head_blocks": self.head_blocks, "aligned": s.inputs.aligned,
         }  # fmt: skip
-        blocks = unit_rows_blocks(geometry.units)
+        runs = unit_rows_runs(geometry.units)
+        parts = unit_rows_parts(self.unit_rows, len(heads) * runs, self.in_bytes, s.limits)
         # The centre is the mean of the leading units: of the first keys, and before each segment that has candidates.
         rows = {
             "k": build.tensors["k"], "geometry": build.geometry, "kv_heads": s.problem.kv_heads,
-            "leading": geometry.leading_units, "head_blocks": blocks, "pages": build.pages,
+            "leading": geometry.leading_units, "runs": runs, "parts": parts, "pages": build.pages,
         }  # fmt: skip
         further = turns.bytes_before(build, s, heads.start, ("k",), OF_KV_HEADS)
         return [
             build.launch("unit_keys", self.unit_clusters, len(heads) * self.head_blocks, of_units, further=further),
-            build.launch("unit_rows", self.unit_rows, len(heads) * blocks, rows, further=further),
+            build.launch("unit_rows", self.unit_rows, len(heads) * runs * parts, rows, further=further),
         ]
 
     def scores(self, build: Builder, chunk: Chunk, values: Mapping[str, Any]) -> Launch:
