@@ -26,7 +26,7 @@ def test_calls_up_to_the_limit_are_dense(limit, longest, monkeypatch):
 
 @pytest.mark.parametrize(
     ("heads", "longest"),
-    [(64, 8192), (34, 8192), (33, 9216), (32, 9216), (24, 10_240), (12, 12_288), (6, 16_384), (1, 16_384)],
+    [(64, 8192), (16, 8192), (15, 9216), (12, 10_240), (8, 12_288), (6, 14_336), (1, 14_336)],
 )
 @pytest.mark.parametrize("batch", [1, 4])
 def test_few_heads_are_dense_for_longer(batch, heads, longest, monkeypatch):

@@ -122,12 +122,13 @@ def _collects(problem: Problem, config: S2OConfig) -> bool:
     return fits and problem.seqlen_q * (problem.heads // problem.kv_heads) >= COLLECT_ROWS
 
 
-# Keys up to which dense attention is at least as fast as ordering and stopping, at the least. On an H100 both took as
-# long with 64, 32, 12 and 6 query heads of 128 at about 8,300, 9,500, 12,900 and 17,500 keys of a whole prompt: with
-# few heads each of a dozen launches leaves a GPU idle. So the limit is DENSE_UP_TO times the third root of
-# DENSE_HEADS / heads, rounded down to eighths of DENSE_UP_TO, and at most what was measured. Other sequences of a batch
-# have no part in it, as each is to have the bits of a call of its own.
-DENSE_UP_TO, DENSE_HEADS = 8192, 48
+# Keys up to which dense attention is at least as fast as ordering and stopping, at the least. On an H200 both took as
+# long with 6, 12 and 32 query heads of 128 at about 14,300, 10,400 and 7,100 keys of a whole prompt: with few heads
+# each of a dozen launches leaves a GPU idle. So the limit is DENSE_UP_TO times the root of DENSE_HEADS / heads, rounded
+# down to eighths of DENSE_UP_TO and at most what was measured; with many heads it is DENSE_UP_TO, where dense attention
+# takes little longer and is exact. Other sequences of a batch have no part in it, as each is to have the bits of a call
+# of its own.
+DENSE_UP_TO, DENSE_HEADS = 8192, 19
 
 
 def is_dense(problem: Problem, config: S2OConfig | Pass) -> bool:
@@ -145,8 +146,8 @@ def dense_limit(config: S2OConfig, heads: int) -> float:
 
 
 def dense_by_default(heads: int) -> int:
-    """The same, where nobody says how many: in eighths of DENSE_UP_TO, up to twice that."""
-    return DENSE_UP_TO * min(max(8, int(8 * (DENSE_HEADS / max(1, heads)) ** (1 / 3) + 1e-9)), 16) // 8
+    """The same, where nobody says how many: in eighths of DENSE_UP_TO, up to 14 of them."""
+    return DENSE_UP_TO * min(max(8, int(8 * math.sqrt(DENSE_HEADS / max(1, heads)))), 14) // 8
 
 
 def dense_reason(problem: Problem, config: S2OConfig) -> str | None:
