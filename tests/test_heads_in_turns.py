@@ -114,7 +114,7 @@ def test_moments_of_some_heads_at_a_time(monkeypatch, at_once, turns, paging):
     made = launches(plan, problem, config, operands, memory, paging)
     parts, sums = ([x for x in made if x.stage == name] for name in ("part_moments", "key_moments"))
     starts = [sum(turns[:i]) for i in range(len(turns))]
-    _, of_sequence, of_head, _ = (0, *(x * 2 for x in operands["k"].strides))
+    of_sequence, of_head = (2 * x for x in operands["k"].strides[:2])
     for first, count, part, total in zip(starts, turns, parts, sums, strict=True):
         assert part.blocks == count * plan.method.tail.parts and total.blocks == count * 64 // 8
         sequence, head = divmod(first, 3)
