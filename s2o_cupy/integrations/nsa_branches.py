@@ -162,12 +162,12 @@ def _gradients(
     """Causal without a mask. ``mask``: bool [rows, keys], where a row sees a key; each row sees one."""
     with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        of_heads = leaves[1:]
+        keys, values = leaves[1:]
         if mask is not None and (group := q.shape[1] // k.shape[1]) > 1:  # PyTorch's kernels with a mask have no groups
-            of_heads = [x.repeat_interleave(group, dim=1) for x in of_heads]
+            keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
         with sdpa_kernel(BACKENDS, set_priority=True):
             o = scaled_dot_product_attention(
-                leaves[0], *of_heads, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=mask is None
+                leaves[0], keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=mask is None
             )
     of_q, of_k, of_v = torch.autograd.grad(o, leaves, gated)
     wide = torch.promote_types(q.dtype, torch.float32)
