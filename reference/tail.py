@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -26,10 +27,17 @@ def key_moments(k: Array, v: Array, group: int) -> Moments:
     keys = moment_keys(group)
     if keys == 0:
         return Moments(np.zeros(v.shape[1], v.dtype), np.zeros((v.shape[1], k.shape[1]), v.dtype))
-    at, counts = np.array([moment_place(sample) for sample in range(moment_samples(keys))]).T  # [samples] each
+    at, counts = _moment_places(keys)
     k, v, share = k[at], v[at], (counts / keys).astype(v.dtype)[:, None]
     mean_value, mean_key = (share * v).sum(axis=0), (share * k).sum(axis=0)
     return Moments(mean_value, (share * (v - mean_value)).T @ (k - mean_key))
+
+
+@cache
+def _moment_places(keys: int) -> tuple[Array, Array]:
+    """Where a group's samples stand, and how many keys each stands for, int64 [samples]."""
+    at, counts = np.array([moment_place(sample) for sample in range(moment_samples(keys))]).T
+    return at, counts
 
 
 def sample_places(left: int) -> Array:

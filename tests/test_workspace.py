@@ -15,10 +15,11 @@ from s2o_cupy.plan.launches import launches, workspace
 BEFORE_ROUNDS = {"unit_means", "block_keys"}  # what norms are made of
 GROUPS = {"cluster_keys", "cluster_shares"}  # which rounds multiply with but for 8 bits
 OF_ROUNDS = {"scores", "k_order", "order_head_scores", "middle", "middle_scores"}
+OF_MOMENTS = {"part_products", "part_sums"}  # what they are made of
 
 
 def of_last_queries(memory: Workspace) -> set[str]:
-    return {name for name in memory.places if name.startswith("part_")}
+    return {name for name in memory.places if name.startswith("part_")} - OF_MOMENTS
 
 
 def overlapping(memory: Workspace) -> set[frozenset[str]]:
@@ -58,7 +59,7 @@ def test_scores_take_the_place_of_what_no_round_reads(capability, length, option
     assert in_bytes == (capability == 90) and {*memory.places} >= groups | BEFORE_ROUNDS | OF_ROUNDS
     assert groups or not GROUPS & {*memory.places}
     early = BEFORE_ROUNDS | (groups if in_bytes else set())
-    turns = (of_last_queries(memory), early, OF_ROUNDS)
+    turns = (of_last_queries(memory), OF_MOMENTS & {*memory.places}, early, OF_ROUNDS)
     for pair in overlapping(memory):
         assert max(len(pair & turn) for turn in turns) == 1 and pair <= set().union(*turns), pair
     assert memory.places["scores"].offset == min(memory.places[name].offset for name in early)
