@@ -1,7 +1,8 @@
 """What of the library a result was measured with: digests of each folder of kernels and of the constants that kernels
 and defaults are made of, and one of the Python that the measuring process had loaded.
 
-Comments, docstrings and blank lines are left out, so that words may change. Needs nothing but Python.
+Comments, docstrings, blank lines and functions that only say something are left out, so that words may change. Needs
+nothing but Python.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ SHOWN = 12  # digits of a digest
 NSA = {"nsa"}  # folders of kernels that only NSA's results depend on, and those that they do not
 NOT_OF_NSA = {"methods", "last_queries", "selection", "tail"}
 NOT_TIMED = "tools/"  # of s2o_cupy: what prints, draws and searches around the calls
+# Functions anywhere else that print, or answer a name that there is not.
+SAYS = {"__repr__", "__getattr__", "_where", "modules_with", "_public_names"}
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _loaded_elsewhere: set[str] = set()
 
@@ -96,13 +99,15 @@ def _code(path: Path) -> str:
 
 @functools.cache
 def _python(path: Path) -> str:
-    """Without docstrings and lines of comments."""
+    """Without docstrings, lines of comments and what SAYS names."""
     if not path.exists():
         return ""
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(ast.parse(text)):
+        if getattr(node, "name", None) in SAYS and isinstance(node, ast.FunctionDef):
+            lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
         if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
             said = node.body[0]
             last = said.end_lineno or said.lineno

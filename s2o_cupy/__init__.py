@@ -52,9 +52,9 @@ _FOLDERS = ("methods", "nsa", "tools")
 
 
 def __getattr__(name: str) -> Any:
-    """`methods`, `nsa` and `tools` are loaded where they are used. Of what they have, and `integrations`, it is said
-    where it is."""
-    if name in _FOLDERS:
+    """`methods`, `nsa`, `tools` and `integrations` are loaded where they are used. Of what they have it is said where
+    it is."""
+    if name in (*_FOLDERS, "integrations"):
         return importlib.import_module(f".{name}", __name__)
     where = None if name.startswith("_") else _where(name)
     if where is None:
@@ -76,4 +76,4 @@ def _where(name: str) -> str | None:
     if found:
         return f"in {integrations.__name__}: {', or '.join(found)}"
     module = f"{integrations.__name__}.{name}"
-    return f"{module}: import {module}" if importlib.util.find_spec(module) is not None else None
+    return f"{module}: import {module}" if name in integrations.MODULES else None

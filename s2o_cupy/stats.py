@@ -178,7 +178,16 @@ class S2OStats:
         return (problem.batch * problem.heads * geometry.dense_pairs() + pass2) / total
 
     def __repr__(self) -> str:
-        """Begins with the density, for which it synchronises with the device."""
+        """Begins with the density, for which it synchronises with the device; without where that cannot be, as while a
+        graph is captured or where arrays are gone."""
+        from .arrays.frameworks import framework_of
+
+        try:
+            framework = framework_of("visited", self.visited)
+            is_captured = framework.describe(self.visited).device.kind == "cuda" and framework.is_capturing()
+            density = "" if is_captured else f"density: {self.density:.4g}, "
+        except Exception:  # of whatever framework: what is printed while something else fails must not fail itself
+            density = ""
         sizes = "x".join(str(n) for n in self.problem.visited_shape(self.config))
         path = f"path: {self.path}" + (f" ({self.path_reason})" if self.path_reason else "")
         if (self.graphs or "").startswith("off"):
@@ -186,7 +195,7 @@ class S2OStats:
         if self.dense_reason:
             path += f", dense: {self.dense_reason}"
         visited = f"visited: {sizes} [batch, heads, segments, tiles]"
-        return f"S2OStats(density: {self.density:.3g}, {visited}, {path}, {self.problem}, {self.config})"
+        return f"S2OStats({density}{visited}, {path}, {self.problem}, {self.config})"
 
     def _like_visited(self, host: np.ndarray) -> Any:
         """A host array in the framework and on the device of ``visited``."""

@@ -5,6 +5,7 @@ is accepted, or what was probably meant."""
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -311,8 +312,8 @@ def test_names_that_are_in_a_folder(name, folder):
 INTEGRATIONS = [path.stem for path in (Path(s2o_cupy.__file__).parent / "integrations").glob("[a-z]*.py")]
 
 
-# s2o_cupy.nsa is there, and capture is a function too.
-@pytest.mark.parametrize("name", sorted({*INTEGRATIONS} - {"nsa", "capture"}))
+# s2o_cupy.nsa is there.
+@pytest.mark.parametrize("name", sorted({*integrations.MODULES} - {"nsa"}))
 def test_integrations_are_said_to_be_in_their_folder(name):
     """Also where the framework that one needs is not installed."""
     said = f"^s2o_cupy has no {name}; it is s2o_cupy.integrations.{name}: import s2o_cupy.integrations.{name}$"
@@ -338,6 +339,25 @@ def test_names_that_are_in_an_integration(name, modules):
         exec(f"from s2o_cupy import {name}")
     with pytest.raises(AttributeError, match=said):
         getattr(s2o_cupy, name)
+
+
+@pytest.mark.parametrize("name", ["torch.nothing", "nothing.more", "serving", "plugins", "nothing-at-all"])
+def test_other_names_are_just_not_there(name):
+    """Those of modules that are not for users, and what is no name; no framework is imported to find out."""
+    code = f"""
+import sys
+import s2o_cupy
+assert not hasattr(s2o_cupy, {name!r}) and getattr(s2o_cupy, {name!r}, 1) == 1
+assert not {{"torch", "jax", "cupy"}} & {{*sys.modules}}
+assert s2o_cupy.integrations.MODULES
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_names_of_integrations_without_their_sources(monkeypatch, tmp_path):
+    monkeypatch.setattr(integrations, "__file__", str(tmp_path / "__init__.pyc"))
+    monkeypatch.setattr(integrations._public_names, "known", {}, raising=False)
+    assert integrations.modules_with("register") == []
 
 
 def test_public_names_of_integrations_can_be_read():

@@ -1,5 +1,5 @@
 // How many leading keys the moments of a segment's candidates are taken from, and which of these. The same formulas as
-// s2o_cupy/spec: moment_group, moment_keys and moment_places.
+// s2o_cupy/spec: moment_group, moment_keys, moment_samples and moment_place.
 #pragma once
 #include "common/geometry.cuh"
 
@@ -25,7 +25,8 @@ __device__ __forceinline__ int moment_group(const Geometry& g, int segment) {
 }
 
 // Sums are made of parts of the keys (part_moments.cu): those before part n are part_end(n) keys. With a grain of one key
-// parts end where groups do; with 1 << grain_shift where these are whole grains, as segments begin at no other keys.
+// parts end where groups do; with 1 << grain_shift only where these are whole grains, as candidates of segments are
+// (Geometry.grain_shift in s2o_cupy/spec).
 __device__ __forceinline__ int part_end(int n, int grain_shift) { return moment_keys(n) << grain_shift; }
 
 // Samples are the first 2 * kMomentKeys keys, and of those between two further powers of two kMomentKeys: each of equal

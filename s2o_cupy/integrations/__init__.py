@@ -31,9 +31,14 @@ def modules_with(name: str) -> list[str]:
 
 
 def _public_names(module: str) -> list[str]:
-    text = (Path(__file__).parent / f"{module}.py").read_text(encoding="utf-8")
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "__all__":
-            found: list[str] = ast.literal_eval(node.value)
-            return found
-    return []
+    known: dict[str, list[str]] = vars(_public_names).setdefault("known", {})  # a file is read once
+    if module not in known:
+        known[module] = []
+        try:
+            text = (Path(__file__).parent / f"{module}.py").read_text(encoding="utf-8")
+        except OSError:  # installed without sources
+            text = ""
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "__all__":
+                known[module] = ast.literal_eval(node.value)
+    return known[module]
