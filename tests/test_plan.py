@@ -416,6 +416,21 @@ def test_moments_of_the_groups_that_segments_have(path):
     assert "covariances" not in workspace(plan_of(problem, plain), problem, plain).places
 
 
+def test_norms_of_queries_find_their_head_s_keys():
+    """By the tiles of a head and the query heads of a KV head, so that no block divides for them."""
+    problem, config = a_problem(heads=8, kv_heads=2, seqlen_q=20_000), S2OConfig()
+    plan = plan_of(problem, config)
+    of_q, of_k = (Operand(0, (1, n, 20_000, 128), (0, 20_000 * 128, 128)) for n in (8, 2))
+    operands = {"q": of_q, "k": of_k, "v": of_k, "out": of_q}
+    (step,) = (
+        x for x in launches(plan, problem, config, operands, workspace(plan, problem, config))
+        if x.stage == "query_norms"
+    )  # fmt: skip
+    tiles = -(-20_000 // 128)
+    assert (step.params["shared_heads"], step.params["head_tiles"], step.params["tiles"]) == (4, tiles, 1)
+    assert step.blocks == 8 * tiles
+
+
 @given(
     st.integers(1, 3000), st.integers(0, 3000), st.integers(1, 400), st.integers(0, 300), st.sampled_from([1, 8, 16]),
     st.booleans(),
