@@ -11,6 +11,7 @@ import pytest
 from conftest import has_gpu, has_hopper
 from gpu_cases import Case, run_diff
 from query_faults import BYTES, BYTES_OF_EACH_KEY, EACH_KEY, ON_HOPPER, QUERY, QUERY_AROUND, QUERY_FAULTS
+from tail_faults import TAIL, TAIL_FAULTS
 
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.cuda import compiler
@@ -39,8 +40,6 @@ class Fault:
 
 MEAN = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64,
             options={"rank": "mean", "window": 30})  # fmt: skip
-# Pass 2 stops at once, and the mean stands for nearly all keys.
-TAIL = replace(MEAN, tau=1000.0, options={"rank": "mean", "window": 30, "tail": "first_order"})
 MAX = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64,
            options={"rank": "max", "pooled_queries": 3})  # fmt: skip
 # Several steps of units, two tiles of pooled queries in each segment, and a last segment of few queries.
@@ -57,7 +56,6 @@ AROUND = replace(UNITS, seqlen_q=600, seqlen_k=1000 + 3, is_causal=False)
 # More keys than the head of an order.
 LONG = Case(seqlen_q=300, seqlen_k=9503, segment=256, block_m=64, block_n=64, tau=0.01, options={"unit": 1})
 HOPPER = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=512, head_dim=128, options={"window": 30})
-HOPPER_TAIL = replace(HOPPER, tau=1000.0, options={"rank": "mean", "window": 30, "tail": "first_order"})
 BY_HEAD = (0.01, 0.5, 0.0, 0.1)  # of four heads
 # A key that the mean query puts last and some queries put first, by more than a weight can hold.
 RISING = replace(HOPPER, tau=0.0, options={"rank": "mean", "window": 30}, poison=("k", 100, -2000.0))
@@ -351,59 +349,6 @@ FAULTS = [
          "s[i][j][e] * params.cap_scale"),
     ),
     *_faults(
-        "add_tail", TAIL,
-        ("unvisited keys are counted once", "tail output", "exp2_approx(above) * left", "exp2_approx(above)"),
-        ("one sample is as good as many", "tail output", "carrying + spec::kTailDoubt", "carrying"),
-        ("scores are spread like a normal distribution", "tail output",
-         "fminf(fmaxf(__fdividef(moved, scale * spread), 0.f), 1.f)", "1.f"),
-        ("visited keys are sampled", "tail output", "work.visited + sample_place(", "sample_place("),
-        ("lse is without the tail", "tail lse", "+= log1pf(mass[h])", "+= 0.f"),
-        ("each segment has the first one's moments", "tail output",
-         "moment_group(p.geometry, tile.segment) - p.first_group", "0"),
-        ("odd rows of samples stand as even ones", "tail output", "const uint32 odd = lane / 4 % 2 * 64",
-         "const uint32 odd = 0"),
-        ("values stand as they are copied", "tail output", "return (d & ~30) | (d & 6) << 2 | (d >> 2 & 6)",
-         "return d"),
-    ),
-    *_faults(
-        "part_moments", TAIL,
-        ("all parts are the first one", "tail output", "first = moment_samples(part_end(part, p.grain_shift));",
-         "first = 0;"),
-        ("a part has its neighbour's samples too", "tail output", "const bool present = sample < samples && dims > 0;",
-         "const bool present = dims > 0;"),
-        ("values are summed in each other's place", "tail output", "of_values[(1 - column_part) * (kRows / 2)",
-         "of_values[column_part * (kRows / 2)"),
-    ),
-    *_faults(
-        "part_moments", replace(TAIL, seqlen_q=9000, heads=1, kv_heads=1),
-        ("a sample of many keys counts as one", "tail output", "static_cast<float>(1 << share_shift(first))", "1.f"),
-    ),
-    *_faults(
-        "add_tail_sm90", HOPPER_TAIL,
-        ("unvisited keys are counted once", "tail output", "exp2_approx(above) * left", "exp2_approx(above)"),
-        ("queries stand as they are loaded", "tail output", "        transpose_of_quad(words);\n", ""),
-        ("a column is read twice", "tail output", "c / 4 * (kRows * 128) + c % 4 * 32", "c / 4 * (kRows * 128)"),
-        ("the first samples come again", "tail output", "descriptor_at(samples, first * 128)", "samples"),
-        ("the first values come again", "tail output", "descriptor_at(covariance, d * 128)", "covariance"),
-        ("values stand as they are copied", "tail output", "return (d & ~30) | (d & 6) << 2 | (d >> 2 & 6)",
-         "return d"),
-        ("rows 16 apart are swizzled alike", "tail output", "covariance_place(row + i), chunk)",
-         "covariance_place(row), chunk) + covariance_place(i) * 128"),
-        ("lse is without the tail", "tail lse", "+= log1pf(mass[h])", "+= 0.f"),
-    ),
-    *_faults(
-        "add_tail_sm90", replace(HOPPER_TAIL, dtype="float16"),
-        ("queries stay float16", "tail output", "return Element::kWide ? pair :", "return true ? pair :"),
-    ),
-    *_faults(
-        "key_moments", TAIL,
-        ("means are not taken off", "tail output", " - mean * (of_keys[c] * share)", ""),
-        ("parts are not added up", "tail output", "product[c] += products_of[i][c];",
-         "product[c] = products_of[i][c];"),
-        ("sums are of more keys", "tail output", "1.f / static_cast<float>(keys)",
-         "1.f / static_cast<float>(keys + 64)"),
-    ),
-    *_faults(
         "pass2", TAIL,
         ("the first tile never stops", "stop", "stop = stop_check(rows, shared.tau);",
          "stop = stop_check(rows, shared.tau) && visited > 0;"),
@@ -463,7 +408,7 @@ FAULTS = [
         ("a score above the ceiling is overlooked", "output", "above |= top != highest;", "above |= false;"),
     ),
 ]  # fmt: skip
-FAULTS += [fault for function, case, rows in QUERY_FAULTS for fault in _faults(function, case, *rows)]
+FAULTS += [fault for function, case, rows in (*QUERY_FAULTS, *TAIL_FAULTS) for fault in _faults(function, case, *rows)]
 
 
 def kernel_of(function: str) -> Kernel:

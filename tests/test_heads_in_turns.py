@@ -129,22 +129,6 @@ def test_moments_of_some_heads_at_a_time(monkeypatch, at_once, turns, paging):
 
 @pytest.mark.gpu
 @ON_A_GPU
-@pytest.mark.parametrize("paths", ["hopper", "portable"])
-def test_moments_are_those_of_all_heads_at_once(qkv, monkeypatch, paths):
-    import cupy
-
-    q, k, v = (cupy.asarray(x.astype(np.float16)) for x in qkv(1000, heads=6, kv_heads=3, batch=2, head_dim=64))
-    config = S2OConfig(dense_up_to=0, path=paths)
-    clear_cache()
-    expected = s2o_attention(q, k, v, config=config)
-    clear_cache()
-    monkeypatch.setattr(tail, "PARTS_BYTES", 1)
-    np.testing.assert_array_equal(s2o_attention(q, k, v, config=config).get(), expected.get())
-    clear_cache()
-
-
-@pytest.mark.gpu
-@ON_A_GPU
 @pytest.mark.parametrize("arrange", ["contiguous", "BSHD", "one head for all"])
 def test_turns_change_no_bit(limit, arrange):
     case = Case(batch=2, heads=6, kv_heads=3, seqlen_q=800, head_dim=64, options={"clusters": 4, "dense_up_to": 0},
@@ -155,15 +139,22 @@ def test_turns_change_no_bit(limit, arrange):
 
 @pytest.mark.gpu
 @ON_A_GPU
-def test_outputs_are_those_of_all_heads_at_once(qkv, monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "bound", "options"),
+    [
+        (query, "GROUPED_BYTES", {"clusters": 4, "path": "hopper"}),
+        (tail, "PARTS_BYTES", {"path": "hopper"}), (tail, "PARTS_BYTES", {"path": "portable"}),
+    ],
+)  # fmt: skip
+def test_outputs_are_those_of_all_heads_at_once(qkv, monkeypatch, module, bound, options):
     import cupy
 
     q, k, v = (cupy.asarray(x.astype(np.float16)) for x in qkv(1000, heads=6, kv_heads=3, batch=2, head_dim=64))
-    config = S2OConfig(clusters=4, dense_up_to=0, path="hopper")
+    config = S2OConfig(dense_up_to=0, **options)
     clear_cache()
     expected = s2o_attention(q, k, v, config=config)
     clear_cache()
-    monkeypatch.setattr(query, "GROUPED_BYTES", 1)
+    monkeypatch.setattr(module, bound, 1)
     np.testing.assert_array_equal(s2o_attention(q, k, v, config=config).get(), expected.get())
     clear_cache()
 

@@ -24,7 +24,6 @@ from s2o_cupy.selection.orders.query import cluster_keys_of_block, query_weight_
 from s2o_cupy.selection.orders.weight import UNIT_KEYS_OF_BLOCK, unit_weight_blocks
 from s2o_cupy.selection.s2o import BYTES_PER_CANDIDATE, S2O, middle_blocks, row_pairs, strata_blocks
 from s2o_cupy.spec import (
-    GRAIN_KEYS,
     LOG2E,
     RANKS,
     STOP_LAG,
@@ -32,8 +31,6 @@ from s2o_cupy.spec import (
     UNITS,
     Geometry,
     S2OConfig,
-    moment_group,
-    moment_keys,
 )
 from s2o_cupy.tools.catalogue import kernels_for
 
@@ -387,35 +384,6 @@ def test_capped_scores_among_the_parameters(scale):
     assert found["unit_weights"]["scale_log2"] == pytest.approx(scale * LOG2E)  # with its sign: q is read as it is
 
 
-@pytest.mark.parametrize("path", ["portable", "hopper"])
-def test_moments_of_the_groups_that_segments_have(path):
-    """A chunk makes those of its own segments alone, of as many leading keys as the whole prompt's would."""
-    problem, config = a_problem(seqlen_q=2000, seqlen_k=20_000), S2OConfig(tail="first_order", path=path)
-    plan = plan_of(problem, config)
-    of_q, of_k = (Operand(0, (1, n, 20_000, 128), (0, 20_000 * 128, 128)) for n in (8, 2))
-    operands = {"q": of_q, "k": of_k, "v": of_k, "out": of_q}
-    memory = workspace(plan, problem, config)
-    steps = {x.stage: x for x in launches(plan, problem, config, operands, memory)}
-    groups = sorted({plan.geometry.moment_group(n) for n in range(plan.geometry.segments)})
-    assert groups == [moment_group(18_000), moment_group(19_900)]
-    for stage in ("key_moments", "add_tail"):
-        assert (steps[stage].params["first_group"], steps[stage].params["groups"]) == (groups[0], 2)
-    grain = 2 ** plan.geometry.grain_shift
-    assert grain == 16  # 18,000 is so many times an odd number
-    parts = moment_group(moment_keys(groups[1]) // grain)
-    for stage in ("part_moments", "key_moments"):
-        assert (steps[stage].params["parts"], steps[stage].params["grain_shift"]) == (parts, 4)
-    assert steps["part_moments"].blocks == 2 * parts and steps["key_moments"].blocks == 2 * 128 // 8
-    assert memory.places["part_products"].shape == (2, parts, 128, 128)
-    assert memory.places["covariances"].shape == (2, 2, 128, 128)
-    bases = {place: name for place, name, _ in steps["add_tail"].pointers}
-    fields = steps["add_tail"].params.dtype.fields
-    assert bases[fields["lse"][1]] == "lse" and bases[fields["covariances"][1]] == "workspace"
-    assert "lse" in memory.places  # where nobody asks for it
-    plain = S2OConfig(tail="none", path=path)
-    assert "covariances" not in workspace(plan_of(problem, plain), problem, plain).places
-
-
 def test_norms_of_queries_find_their_head_s_keys():
     """By the tiles of a head and the query heads of a KV head, so that no block divides for them."""
     problem, config = a_problem(heads=8, kv_heads=2, seqlen_q=20_000), S2OConfig()
@@ -429,51 +397,6 @@ def test_norms_of_queries_find_their_head_s_keys():
     tiles = -(-20_000 // 128)
     assert (step.params["shared_heads"], step.params["head_tiles"], step.params["tiles"]) == (4, tiles, 1)
     assert step.blocks == 8 * tiles
-
-
-@given(
-    st.integers(1, 3000), st.integers(0, 3000), st.integers(1, 400), st.integers(0, 300), st.sampled_from([1, 8, 16]),
-    st.booleans(),
-)  # fmt: skip
-def test_moments_of_segments_are_those_of_whole_grains(seqlen_q, before, segment, window, unit, is_causal):
-    """So parts of the keys need end nowhere else; a call of some whole segments has the grain of the whole."""
-    whole = Geometry(seqlen_q, seqlen_q + before, segment, window, is_causal, unit)
-    grain = 1 << whole.grain_shift
-    assert 1 <= grain <= GRAIN_KEYS
-    for n in range(whole.segments):
-        assert moment_keys(whole.moment_group(n)) % grain == 0
-    if is_causal:
-        for n in range(0, whole.segments, 3):
-            begin, end = whole.queries(n)[0], whole.queries(min(n + 1, whole.segments - 1))[1]
-            chunk = Geometry(end - begin, before + end, segment, window, is_causal, unit)
-            assert chunk.grain_shift == whole.grain_shift
-
-
-@pytest.mark.parametrize(("compute_capability", "head_dim", "buffers"), [
-    (80, 128, 2), (86, 128, 1), (86, 64, 2), (90, 128, 2), (90, 256, 1), (120, 128, 1),
-])  # fmt: skip
-def test_where_covariances_come_with_samples(compute_capability, head_dim, buffers):
-    """Where a multiprocessor has room for two blocks of add_tail even so."""
-    config = S2OConfig(tail="first_order", path="portable")
-    problem = a_problem(seqlen_q=9000, head_dim=head_dim)
-    kernel = plan_of(problem, config, compute_capability).method.tail.add_tail
-    limits = LIMITS[compute_capability]
-    assert kernel.stages == buffers and kernel.shared_bytes <= limits.shared_per_block
-    if head_dim <= 128:
-        assert 2 * (kernel.shared_bytes + 1024) <= limits.shared_per_multiprocessor
-
-
-@pytest.mark.parametrize(("path", "head_dim", "function"), [
-    ("hopper", 40, "add_tail_sm90"), ("hopper", 128, "add_tail_sm90"), ("hopper", 136, "add_tail"),
-    ("portable", 128, "add_tail"),
-])  # fmt: skip
-def test_who_adds_the_tail_on_hopper(path, head_dim, function):
-    problem = a_problem(seqlen_q=9000, head_dim=head_dim)
-    kernel = plan_of(problem, S2OConfig(tail="first_order", path=path)).method.tail.add_tail
-    assert (kernel.function, kernel.role) == (function, "add_tail")
-    if function == "add_tail_sm90":
-        blocks = kernel.family.blocks_per_multiprocessor
-        assert blocks * (kernel.shared_bytes + 1024) <= LIMITS[90].shared_per_multiprocessor
 
 
 @pytest.mark.parametrize("compute_capability", ARCHITECTURES)

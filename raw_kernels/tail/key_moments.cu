@@ -2,7 +2,7 @@
 // (part_moments.cu).
 //
 //   part_products, part_sums
-//     -> mean_values [batch * kv_heads, groups, kHeadDim], float32; NaN in one of whose covariances one is not finite
+//     -> mean_values [batch * kv_heads, groups, kHeadDim], float32; NaN where a covariance of its row is not finite
 //     -> covariances [batch * kv_heads, groups, kHeadDim of values, kHeadDim of keys], bfloat16
 //
 // Of groups in which no part ends nothing is written: no segment has them.

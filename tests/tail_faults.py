@@ -1,0 +1,83 @@
+"""Faults for the kernels of the tail, as test_faults.py has them: kernels, a case, and rows of name, stage, old and new
+text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gpu_cases import Case
+from query_faults import Rows
+
+OPTIONS = {"rank": "mean", "window": 30, "tail": "first_order"}
+# Pass 2 stops at once, and the mean stands for nearly all keys.
+TAIL = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64, tau=1000.0, options=OPTIONS)
+HOPPER_TAIL = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=512, head_dim=128, tau=1000.0, options=OPTIONS)
+
+TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
+    (
+        "add_tail", TAIL,
+        (
+            ("unvisited keys are counted once", "tail output", "exp2_approx(above) * left", "exp2_approx(above)"),
+            ("one sample is as good as many", "tail output", "carrying + spec::kTailDoubt", "carrying"),
+            ("scores are spread like a normal distribution", "tail output",
+             "fminf(fmaxf(__fdividef(moved, scale * spread), 0.f), 1.f)", "1.f"),
+            ("visited keys are sampled", "tail output", "work.visited + sample_place(", "sample_place("),
+            ("lse is without the tail", "tail lse", "+= log1pf(mass[h])", "+= 0.f"),
+            ("each segment has the first one's moments", "tail output",
+             "moment_group(p.geometry, tile.segment) - p.first_group", "0"),
+            ("odd rows of samples stand as even ones", "tail output", "const uint32 odd = lane / 4 % 2 * 64",
+             "const uint32 odd = 0"),
+            ("values stand as they are copied", "tail output", "return (d & ~30) | (d & 6) << 2 | (d >> 2 & 6)",
+             "return d"),
+        ),
+    ),
+    (
+        "part_moments", TAIL,
+        (
+            ("all parts are the first one", "tail output", "first = moment_samples(part_end(part, p.grain_shift));",
+             "first = 0;"),
+            ("a part has its neighbour's samples too", "tail output",
+             "const bool present = sample < samples && dims > 0;", "const bool present = dims > 0;"),
+            ("values are summed in each other's place", "tail output", "of_values[(1 - column_part) * (kRows / 2)",
+             "of_values[column_part * (kRows / 2)"),
+        ),
+    ),
+    (
+        "part_moments", replace(TAIL, seqlen_q=9000, heads=1, kv_heads=1),
+        (
+            ("a sample of many keys counts as one", "tail output", "static_cast<float>(1 << share_shift(first))",
+             "1.f"),
+        ),
+    ),
+    (
+        "add_tail_sm90", HOPPER_TAIL,
+        (
+            ("unvisited keys are counted once", "tail output", "exp2_approx(above) * left", "exp2_approx(above)"),
+            ("queries stand as they are loaded", "tail output", "        transpose_of_quad(words);\n", ""),
+            ("a column is read twice", "tail output", "c / 4 * (kRows * 128) + c % 4 * 32", "c / 4 * (kRows * 128)"),
+            ("the first samples come again", "tail output", "descriptor_at(samples, first * 128)", "samples"),
+            ("the first values come again", "tail output", "descriptor_at(covariance, d * 128)", "covariance"),
+            ("values stand as they are copied", "tail output", "return (d & ~30) | (d & 6) << 2 | (d >> 2 & 6)",
+             "return d"),
+            ("rows 16 apart are swizzled alike", "tail output", "covariance_place(row + i), chunk)",
+             "covariance_place(row), chunk) + covariance_place(i) * 128"),
+            ("lse is without the tail", "tail lse", "+= log1pf(mass[h])", "+= 0.f"),
+        ),
+    ),
+    (
+        "add_tail_sm90", replace(HOPPER_TAIL, dtype="float16"),
+        (
+            ("queries stay float16", "tail output", "return Element::kWide ? pair :", "return true ? pair :"),
+        ),
+    ),
+    (
+        "key_moments", TAIL,
+        (
+            ("means are not taken off", "tail output", " - mean * (of_keys[c] * share)", ""),
+            ("parts are not added up", "tail output", "product[c] += products_of[i][c];",
+             "product[c] = products_of[i][c];"),
+            ("sums are of more keys", "tail output", "1.f / static_cast<float>(keys)",
+             "1.f / static_cast<float>(keys + 64)"),
+        ),
+    ),
+]  # fmt: skip
