@@ -103,11 +103,18 @@ FIGURES = {
     "speed_tau0": Figure(
         f"{_SPEED} {_CALLS} --lengths 16384,131072 --taus 0 --orders mean --error --repeats 4", 2, _OF_CALLS
     ),
+    "speed_dense_heads": Figure(
+        f"{_SPEED} --lengths 32768 --head-counts 64:8 --taus 0 --orders mean --error --repeats 9", 1
+    ),
     "speed_gather": Figure(
         f"{_SPEED} {_CALLS} --lengths 131072 --taus 0 --orders mean --dense-up-to 0 --error --repeats 3", 2, _OF_CALLS
     ),
     "speed_portable": Figure(
         f"{_SPEED} {_CALLS} --lengths 32768,131072 --orders query --path portable --error --repeats 6", 2, _OF_CALLS
+    ),
+    "speed_portable_dense": Figure(
+        "benchmarks/speed.py --baselines flash2 --lengths 32768,131072 --taus 0 --orders mean --path portable --error "
+        "--repeats 5", 2,
     ),
     "speed_random_order": Figure(
         f"{_SPEED} --lengths 131072 --random-order 0.05,0.1,0.3 --orders mean --repeats 5", 2

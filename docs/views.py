@@ -105,6 +105,17 @@ VIEWS: dict[str, tuple[list[Column], list[Column]]] = {
             ("pass 1 / cuDNN", ratio("pass1_tflops", "cudnn_tflops"), ".2f"),
         ],
     ),
+    # The same of the portable path.
+    "dense_portable": (
+        [TAU],
+        [
+            ("pass 1 ms", value_of("pass1_ms"), "ms"),
+            ("pass 1 TFLOP/s", value_of("pass1_tflops"), ".0f"),
+            ("FlashAttention-2 TFLOP/s", value_of("flash2_tflops"), ".0f"),
+            ("pass 1 / FlashAttention-2", ratio("pass1_tflops", "flash2_tflops"), ".2f"),
+            ("rel_l2", value_of("rel_l2"), "error"),
+        ],
+    ),
     "ordering": (
         [RANK, TAU],
         [
