@@ -15,7 +15,7 @@ pytest.importorskip("diffusers", "0.36")
 from diffusers import FluxTransformer2DModel  # noqa: E402
 from diffusers.models import attention_dispatch  # noqa: E402
 
-from s2o_cupy import s2o_attention  # noqa: E402
+from s2o_cupy import S2OConfig, s2o_attention  # noqa: E402
 from s2o_cupy.integrations.diffusers import register  # noqa: E402
 
 DENSE = replace(SMALL, tau=0.0)
@@ -146,5 +146,8 @@ def test_names():
     with pytest.raises(TypeError, match="config is a float; accepted: S2OConfig or None"):
         register("s2o", 0.1)
     assert register("s2o", tau=0.25).config.tau == 0.25
+    with pytest.raises(ValueError, match=r"register: config.error is 0.1, for which attention must be causal"):
+        register("s2o", S2OConfig(error=0.1))
+    assert register("s2o", S2OConfig(error=0.1), tau=0.25).config.error is None  # which tau overrides
     with pytest.raises(ValueError, match="min_seqlen is -1; accepted: an integer >= 0"):
         register("s2o", min_seqlen=-1)

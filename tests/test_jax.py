@@ -166,9 +166,11 @@ def test_what_is_refused_is_so_while_jax_traces(arrays):
     ):
         with pytest.raises(error, match=match):
             traced(*given, **options)
-    with pytest.raises(TypeError, match="tau is JitTracer.*accepted: a number|tau is Traced.*accepted: a number"):
-        jax.jit(lambda q, tau: attention(q, q, q, tau=tau))(q, 0.1)
-    with pytest.raises(TypeError, match="q is a ndarray; accepted: a jax.Array"):
+    for name in ("tau", "scale", "softcap"):
+        match = f"^integrations.jax.attention: {name} is traced, .*; accepted: a Python number, .*static_argnames"
+        with pytest.raises(TypeError, match=match):
+            jax.jit(lambda q, x, name=name: attention(q, q, q, **{name: x}))(q, 0.1)
+    with pytest.raises(TypeError, match="^integrations.jax.attention: q is a ndarray; accepted: a jax.Array"):
         attention(np.asarray(q), k, v)
 
 

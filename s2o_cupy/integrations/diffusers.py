@@ -73,7 +73,7 @@ def register(
     name : str, default "s2o"
         Registering a name again replaces what it stood for, also in models that use it.
     config : S2OConfig, optional
-        Of all calls.
+        Of all calls. With taus: an error is not accepted, as attention here is not causal.
     min_seqlen : int, default 8192
         With fewer keys than this the native backend runs. With more, up to ``dense_up_to``, S2O's dense kernels do, as
         ordering keys would cost more than it saves.
@@ -108,7 +108,13 @@ def register(
     check_is_no_method("register", name, takes_methods=False)
     check_min_seqlen("register", min_seqlen)
     warn_if_newer(DIFFUSERS, KINDS.log)
-    backend = S2OBackend(parse_config(config, tau, "register"), min_seqlen)
+    config = parse_config(config, tau, "register")
+    if config.error is not None:
+        raise ValueError(
+            f"register: config.error is {config.error}, for which attention must be causal, as here it is not; accepted: "
+            "a tau, or one for each query head"
+        )
+    backend = S2OBackend(config, min_seqlen)
     _AttentionBackendRegistry.register(known or _new_name(name))(backend)
     return backend
 

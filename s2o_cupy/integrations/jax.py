@@ -29,7 +29,7 @@ from ..api.habits import answers_habits
 from ..api.run import parse_config
 from ..arrays.lazy_cupy import import_cupy
 from ..caches import remembered
-from ..errors import ArgumentTypeError, ArgumentValueError
+from ..errors import ArgumentTypeError, ArgumentValueError, arguments_of
 from ..problem import Problem, validate
 from ..spec import S2OConfig
 
@@ -69,6 +69,7 @@ def attention(
 ) -> Any: ...
 # fmt: on
 @answers_habits
+@arguments_of("integrations.jax.attention")
 def attention(
     q: Any,
     k: Any,
@@ -131,6 +132,11 @@ def attention(
     >>> jax.jit(attention)(q, k, v).shape
     (1, 2, 128, 64)
     """
+    for name, given in (("tau", tau), ("scale", scale), ("softcap", softcap)):
+        if isinstance(given, jax.core.Tracer):
+            raise ArgumentTypeError(
+                f"{name} is traced, {given}; accepted: a Python number, in jax.jit an argument of its static_argnames"
+            )
     config = parse_config(config, tau)
     if config.error is not None:
         raise ArgumentValueError(
@@ -139,7 +145,9 @@ def attention(
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, jax.Array):
-            raise ArgumentTypeError(f"{name} is a {type(x).__name__}; accepted: a jax.Array")
+            raise ArgumentTypeError(
+                f"{name} is a {type(x).__name__}; accepted: a jax.Array (s2o_cupy.s2o_attention takes other arrays too)"
+            )
         if not isinstance(x, jax.core.Tracer) and len(x.devices()) > 1:
             raise ArgumentValueError(
                 f"{name} is sharded over {len(x.devices())} devices; accepted: an array on one, or a "

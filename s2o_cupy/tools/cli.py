@@ -35,6 +35,7 @@ exit status:
   0  done, and nothing wrong was found
   1  done, and something wrong was found: a difference beyond tolerance, NaN or infinities, a spill or a warning
   2  not done: wrong arguments, an unreadable file, or a machine that cannot do it
+With S2O_DEBUG=1 in the environment such an error is shown with where it came from.
 """
 INPUT_HELP = f"""\
 input:
