@@ -111,8 +111,8 @@ def register(
     config = parse_config(config, tau, "register")
     if config.error is not None:
         raise ValueError(
-            f"register: config.error is {config.error}, for which attention must be causal, as here it is not; accepted: "
-            "a tau, or one for each query head"
+            f"register: config.error is {config.error}, for which attention must be causal, as here it is not; "
+            "accepted: a tau, or one for each query head"
         )
     backend = S2OBackend(config, min_seqlen)
     _AttentionBackendRegistry.register(known or _new_name(name))(backend)
