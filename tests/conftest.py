@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -73,8 +74,12 @@ def spin(milliseconds: float, blocks: int = 1) -> None:
     cupy.RawKernel(code, "s2o_spin")((blocks,), (128,), (np.int64(milliseconds * 2e6),))
 
 
+@pytest.hookimpl(tryfirst=True)  # before "not slow" is looked for
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a GPU its cases are left out, rather than skipped one by one. The longest files come first."""
+    for item in items:
+        if (sampled := item.get_closest_marker("sampled")) and zlib.crc32(item.name.encode()) % sampled.args[0]:
+            item.add_marker("slow")
     place = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
     if has_gpu():

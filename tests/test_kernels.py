@@ -5,6 +5,7 @@ Nothing here needs a GPU; what compiles needs NVRTC. tests/test_loading.py: what
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import types
@@ -72,15 +73,20 @@ def test_kernels_differ_by_name_and_by_text():
 
 
 def test_every_header_is_used():
-    text = "\n".join(map(render, OF_SOURCE.values()))
+    text = "\n".join(texts().values())
     for name in HEADERS:
         assert f'#line 1 "{name}"' in text, name
+
+
+@functools.cache
+def texts():
+    return {kernel: render(kernel) for kernel in OF_SOURCE.values()}
 
 
 @pytest.mark.parametrize("header", HEADERS)
 def test_a_changed_header_changes_the_text(header, monkeypatch, tmp_path):
     """CuPy's cache keys on the text and knows nothing of the files behind it."""
-    before = {kernel: render(kernel) for kernel in OF_SOURCE.values()}
+    before = texts()
     for path in source_folder().glob("**/*.cu*"):
         name = path.relative_to(source_folder())
         text = path.read_text(encoding="utf-8")

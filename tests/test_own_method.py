@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from pathlib import Path
 
@@ -132,8 +133,14 @@ def of_page(tmp_path, capsys):
     return file, found
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
-@pytest.mark.parametrize("lengths", [(600, 600), (300, 600), (1024, 1024), (1, 100)])
+def on_frameworks(*of_lengths):
+    """JAX compiles anew for each: all but its first are slow."""
+    for name, lengths in itertools.product(FRAMEWORKS, of_lengths):
+        slow = name == "jax" and lengths != of_lengths[0]
+        yield pytest.param(name, lengths, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize(("name", "lengths"), on_frameworks((300, 600), (600, 600), (1024, 1024), (1, 100)))
 def test_the_page_s_method_takes_any_framework_and_length(of_page, qkv, name, lengths):
     framework, (q, k, v) = FRAMEWORKS[name](), qkv(*lengths, heads=4, kv_heads=2, head_dim=16)
     for is_causal in (True, False):

@@ -64,6 +64,7 @@ def test_what_the_kernels_get(path, rank):
     assert {step.kernel.paged for step in steps} == {True, False}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("compute_capability", [80, 86, 90, 100, 120])
 @pytest.mark.parametrize("path", ["auto", "portable"])
 @pytest.mark.parametrize("block_m", [64, 128])

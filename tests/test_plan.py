@@ -399,6 +399,7 @@ def test_norms_of_queries_find_their_head_s_keys():
     assert step.blocks == 8 * tiles
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("compute_capability", ARCHITECTURES)
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("head_dim", [1, 33, 64, 65, 80, 128, 129, 256])

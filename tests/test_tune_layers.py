@@ -74,7 +74,7 @@ def errors_of(layers, tau):
     return {n: error_per_head(*x, replace(CONFIG, tau=tau), segments=1000) for n, x in layers.items()}
 
 
-@pytest.mark.parametrize("by", ["layer", "head", "model"])
+@pytest.mark.parametrize("by", ["head", *(pytest.param(x, marks=pytest.mark.slow) for x in ("layer", "model"))])
 def test_the_largest_taus_of_an_error(layers, by):
     """What each layer, each head, or every layer at one tau does, by calls of error_per_head."""
     target = 0.11
