@@ -22,6 +22,8 @@ from .ptx import parse
 
 __all__ = ["EmulatorError", "Settings", "allocate", "known", "launch", "load", "settings"]
 
+# Files that make of PTX what is kept.
+ASSEMBLES = ("ptx", "rows", "code", "lanes", "copies", "warps", "assembled", "assembler")
 GUARD = 4096  # bytes that belong to nobody, before and behind an allocation
 
 
@@ -106,8 +108,7 @@ _kernels: dict[int, Loaded] = {}
 
 
 def _assembled(text: str) -> Assembled:
-    here = Path(__file__).parent
-    sources = b"".join((here / name).read_bytes() for name in ("ptx.py", "assembler.py"))
+    sources = b"".join((Path(__file__).parent / f"{name}.py").read_bytes() for name in ASSEMBLES)
     file = folder() / f"{hashlib.sha256(sources + text.encode()).hexdigest()[:32]}.pickle"
     if file.exists():
         found: Assembled = pickle.loads(file.read_bytes())
