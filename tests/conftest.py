@@ -76,7 +76,8 @@ def spin(milliseconds: float, blocks: int = 1) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before "not slow" is looked for
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU its cases are left out, rather than skipped one by one. The longest files come first."""
+    """Most of the sampled cases become slow. Without a GPU its cases are left out, rather than skipped one by one. The
+    longest files come first."""
     for item in items:
         if (sampled := item.get_closest_marker("sampled")) and zlib.crc32(item.name.encode()) % sampled.args[0]:
             item.add_marker("slow")

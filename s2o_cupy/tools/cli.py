@@ -252,7 +252,7 @@ def _info(args: argparse.Namespace) -> int:
 
 def _compile(args: argparse.Namespace) -> int:
     from ..cuda import compiler, cubin_cache
-    from . import compile_ahead
+    from . import compile_ahead, compile_report
     from .progress import progress
 
     architectures = [*filter(None, map(str.strip, (args.arch or "").split(",")))]
@@ -271,55 +271,13 @@ def _compile(args: argparse.Namespace) -> int:
         compiled = compile_ahead.compile_all(
             architectures, report, dtypes=dtypes, head_dims=head_dims, sample=args.sample
         )
-    rows = [
-        {
-            "name": kernel.name,
-            "arch": kernel.arch,
-            "registers": kernel.registers,
-            "spill_bytes": kernel.spill_bytes,
-            "shared_bytes": kernel.shared_bytes,
-            "warnings": list(kernel.warnings),
-            "seconds": round(kernel.seconds, 3),
-        }
-        for kernel in compiled
-    ]
-    ok = bool(rows) and not any(map(_faulty, rows))
+    rows = compile_report.rows_of(compiled)
+    ok = bool(rows) and not any(map(compile_report.is_faulty, rows))
     problem, folder = cubin_cache.unwritable(), cubin_cache.folder()
     kept = f"kept for calls in {folder}" if problem is None else f"not kept for calls: {problem} ({folder})"
     found = {"ok": ok, "kernels": rows, "cache_folder": folder, "cache_problem": problem}
-    print_result(args, found, lambda found: f"{_compile_table(found['kernels'], args.all)}\n{kept}")
+    print_result(args, found, lambda found: f"{compile_report.table(found['kernels'], args.all)}\n{kept}")
     return OK if ok else FOUND
-
-
-def _faulty(row: dict[str, Any]) -> bool:
-    return bool(row["spill_bytes"] or row["warnings"])
-
-
-def _compile_table(rows: list[dict[str, Any]], every: bool) -> str:
-    """A line for each architecture, then one for each kernel at fault, or for every kernel."""
-    lines = [f"{'arch':<8} {'kernels':>8} {'registers':>10} {'shared B':>9} {'faults':>7} {'seconds':>8}"]
-    for arch in dict.fromkeys(row["arch"] for row in rows):
-        group = [row for row in rows if row["arch"] == arch]
-        most = {key: max(row[key] for row in group) for key in ("registers", "shared_bytes")}
-        lines.append(
-            f"{arch:<8} {len(group):>8} {most['registers']:>10} {most['shared_bytes']:>9} "
-            f"{sum(map(_faulty, group)):>7} {sum(row['seconds'] for row in group):>8.1f}"
-        )
-    lines.append("registers and shared memory: the most of any kernel; faults: kernels with spills or warnings")
-    listed = [row for row in rows if every or _faulty(row)]
-    if listed:
-        width = max(len(row["name"]) for row in listed)
-        lines += [
-            "",
-            f"{'kernel':<{width}}  {'arch':<8} {'registers':>9} {'spill B':>8} {'shared B':>9} {'seconds':>8}",
-        ]
-    for row in listed:
-        lines.append(
-            f"{row['name']:<{width}}  {row['arch']:<8} {row['registers']:>9} {row['spill_bytes']:>8} "
-            f"{row['shared_bytes']:>9} {row['seconds']:>8.2f}"
-        )
-        lines += [f"    warning: {warning}" for warning in row["warnings"]]
-    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- arguments and output

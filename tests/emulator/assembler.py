@@ -8,16 +8,16 @@ import numpy as np
 
 from .assembled import INS, Assembled, UnknownOpcode
 from .code import LABEL
-from .copies import OfCopies
-from .lanes import OfLanes
+from .copies import CopyInstructions
+from .lanes import LaneInstructions
 from .ptx import Instruction, Label, Program
 from .rows import SPECIALS, TOKENS
-from .warps import OfWarps
+from .warps import WarpInstructions
 
 __all__ = ["Assembled", "assemble"]
 
 
-class _Assembler(OfLanes, OfCopies, OfWarps):
+class _Assembler(LaneInstructions, CopyInstructions, WarpInstructions):
     def run(self) -> Assembled:
         self.place_registers()
         text: set[str] = set()

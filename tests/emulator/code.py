@@ -15,7 +15,7 @@ PLAIN, LABEL, BRANCH, EXIT, SYNC_ALL, SYNC_MASK, BARRIER = range(7)
 
 
 class Code(Rows):
-    """Of each instruction the function of the C files, the rows of its operands, and how a warp meets at it."""
+    """Keeps of each instruction the C function, the rows of its operands, and how a warp meets at it."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)

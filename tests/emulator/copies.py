@@ -7,10 +7,10 @@ from .code import Code
 from .ptx import Instruction
 from .rows import split_place
 
-__all__ = ["OfCopies"]
+__all__ = ["CopyInstructions"]
 
 
-class OfCopies(Code):
+class CopyInstructions(Code):
     def do_cp(self, x: Instruction, parts: list[str], o: list[str]) -> None:
         what = parts[1] if len(parts) > 1 else ""
         if what in ("ca", "cg"):

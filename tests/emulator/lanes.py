@@ -8,14 +8,14 @@ from .code import BARRIER, BRANCH, EXIT, SYNC_ALL, SYNC_MASK, Code
 from .ptx import Instruction
 from .rows import FLOATS, bits_of, unsigned, vector
 
-__all__ = ["OfLanes"]
+__all__ = ["LaneInstructions"]
 
 _DROPPED = {"ftz", "volatile", "weak", "relaxed", "acquire", "release", "cta", "cluster", "gpu", "sys", "cs", "nc",
             "lu", "L2::128B", "L2::256B", "sync", "aligned"}  # fmt: skip
 _PLAIN_INTEGER = {"add", "sub", "and", "or", "xor", "not", "shl", "selp", "mov", "popc", "clz", "brev"}
 
 
-class OfLanes(Code):
+class LaneInstructions(Code):
     def instruction(self, x: Instruction) -> None:
         head, *rest = x.opcode.split(".")
         o = x.operands
@@ -181,8 +181,6 @@ class OfLanes(Code):
             n |= 1
             count = self.row(o[1], 32)
         self.emit(x, "bar", [self.row(o[0], 32), count, result, predicate], 0, BARRIER, aux=aux, n=n)
-
-    do_barrier_block = do_bar
 
     def do_barrier(self, x: Instruction, parts: list[str], o: list[str]) -> None:
         if parts[0] != "cluster":

@@ -47,7 +47,7 @@ def _number(text: str, width: int) -> int:
 
 
 class Rows:
-    """By name and by value; offsets in bytes, constants behind all registers."""
+    """Gives registers and constants their rows, as offsets in bytes; constants lie behind all registers."""
 
     def __init__(self, program: Program) -> None:
         self.program = program

@@ -9,10 +9,10 @@ from .code import SYNC_ALL, SYNC_MASK, Code
 from .ptx import Instruction
 from .rows import vector
 
-__all__ = ["OfWarps"]
+__all__ = ["WarpInstructions"]
 
 
-class OfWarps(Code):
+class WarpInstructions(Code):
     def do_mma(self, x: Instruction, parts: list[str], o: list[str]) -> None:
         name = "_".join(p for p in parts if p not in ("sync", "aligned", "row", "col"))
         rows = [self.row(y, 32) for group in o for y in vector(group)]
