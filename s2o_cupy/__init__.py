@@ -8,7 +8,6 @@ this touches no GPU and imports none of CuPy, PyTorch and JAX.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from s2o_cupy import S2OConfig, s2o_attention
+from s2o_cupy.methods import PBSConfig
 
 INTEGERS = [f.name for f in fields(S2OConfig) if f.name not in ("tau", "error", "rank", "path", "tail")]
 INDEX = {field.name: n for n, field in enumerate(fields(S2OConfig))}
@@ -53,6 +54,16 @@ def test_an_unknown_field_names_the_accepted_ones():
             make(segmnt=3)
         with pytest.raises(TypeError, match=f"zzz is not a field; accepted: {everything}"):
             make(zzz=3)
+
+
+def test_values_without_a_name():
+    """S2OConfig takes its fields in their order, methods take theirs by name."""
+    count = len(fields(S2OConfig))
+    assert S2OConfig(64, 0.1) == S2OConfig(segment=64, tau=0.1)
+    with pytest.raises(TypeError, match=f"S2OConfig: {count + 1} come without a name; accepted: up to {count}"):
+        S2OConfig(*range(count + 1))
+    with pytest.raises(TypeError, match="PBSConfig: 1 come without a name; accepted: by name: path, workspace_bytes,"):
+        PBSConfig(128)
 
 
 def test_a_config_is_a_dataclass_like_any_other():

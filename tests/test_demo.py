@@ -147,7 +147,7 @@ def test_what_differs_from_the_defaults_is_said(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert "Not the library's defaults: segment 64 instead of 128, block_n 64 instead of 128\n" in text
     assert "segment 64, units of 8, tiles of 128 queries x 64 keys" in text
-    assert "With 4 heads a GPU attends densely to up to 14,336 keys by default" in text
+    assert "With 4 heads a GPU attends densely to up to 12,288 keys by default" in text
     assert "icture" not in text
     defaults = {name: getattr(S2OConfig(tau=0.1), name) for name in S2OConfig.__dataclass_fields__}
     assert demo._unlike_the_defaults(defaults, 30_000, 32) == []

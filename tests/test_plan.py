@@ -20,7 +20,12 @@ from s2o_cupy.plan.rounds import MAX_GRID, STEP
 from s2o_cupy.problem import Problem
 from s2o_cupy.selection.methods import make_plan
 from s2o_cupy.selection.orders.pooled import HOPPER_SCORE_KEYS, HOPPER_SCORE_ROWS, score_blocks
-from s2o_cupy.selection.orders.query import cluster_keys_of_block, query_weight_blocks, unit_rows_parts
+from s2o_cupy.selection.orders.query import (
+    cluster_keys_of_block,
+    query_weight_blocks,
+    query_weight_parts,
+    unit_rows_parts,
+)
 from s2o_cupy.selection.orders.weight import UNIT_KEYS_OF_BLOCK, unit_weight_blocks
 from s2o_cupy.selection.s2o import BYTES_PER_CANDIDATE, S2O, middle_blocks, row_pairs, strata_blocks
 from s2o_cupy.spec import (
@@ -237,6 +242,29 @@ def test_few_runs_of_units_have_several_blocks(seqlen, kv_heads, options, parts)
     plan = plan_of(a_problem(heads=4 * kv_heads, kv_heads=kv_heads, seqlen_q=seqlen), config)
     order, runs = plan.method.order, kv_heads * seqlen // 8 // 128
     assert unit_rows_parts(order.unit_rows, runs, order.in_bytes, LIMITS[90]) == parts
+
+
+@pytest.mark.parametrize(
+    ("heads", "seqlen", "parts"),
+    [
+        (32, 131072, 1), (32, 16384, 1), (24, 16384, 1), (12, 8192, 2), (6, 32768, 1), (6, 16384, 2), (4, 16384, 2),
+        (1, 9000, 4),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("capability", [80, 90])
+def test_few_blocks_of_query_weights_share_the_longest_rows(heads, seqlen, parts, capability):
+    """On Hopper: so many that 132 multiprocessors have some five blocks each."""
+    problem = a_problem(1, heads, 1, seqlen, seqlen)
+    config = S2OConfig(dense_up_to=0, dense_last=0)
+    plan = make_plan(problem, config, LIMITS[capability], True)
+    kernel, chunk = plan.method.order.kernel, plan.chunks[0]
+    parts = parts if capability == 90 else 1
+    assert query_weight_parts(kernel, chunk, LIMITS[capability]) == parts
+    operands = dict.fromkeys(("q", "k", "v", "out"), Operand(0, (1,) * 4, (0, 0, 0)))
+    steps = launches(plan, problem, config, operands, workspace(plan, problem, config))
+    step = next(x for x in steps if x.stage == "unit_weights")
+    assert int(step.params["unit_parts"]) == parts
+    assert step.blocks == parts * query_weight_blocks(kernel, chunk)
 
 
 # ---------------------------------------------------------------- kernels of a device

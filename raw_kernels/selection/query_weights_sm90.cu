@@ -229,15 +229,20 @@ struct BlockQueries {
   }
 };
 
-// Block: two neighbouring segments of a head.
+// Block: two neighbouring segments of a head, and a part of their units.
 template <class Traits>
 __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, typename Traits::Shared& shared) {
   constexpr int kStages = Traits::kStages, kHeadDim = Traits::kHeadDim, kOfSegment = kProducts / 4;
   const Geometry& g = p.geometry;
   using Row = UnitRow<Traits::kClusters>;
   using Tile = typename Traits::Tile;
-  const SegmentBlock<Traits::kSegments, kHeadDim> block(p);
-  if (block.end <= 0) return;
+  const SegmentBlock<Traits::kSegments, kHeadDim> block(p, p.unit_parts);
+  // The part's units, by kSuperUnits. All parts but a segment's last are as long as one of the chunk's longest segment.
+  const auto supers_of = [](int units) { return (units + kSuperUnits - 1) / kSuperUnits; };
+  const int longest = supers_of(block.units_of(p.chunk.first_segment + p.chunk.segments - 1));
+  const int first_super = block.part * ((longest + p.unit_parts - 1) / p.unit_parts);
+  const int supers = min(supers_of(block.end) - first_super, (longest + p.unit_parts - 1) / p.unit_parts);
+  if (supers <= 0) return;
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
       barrier_init(shared.full[s], 1);
@@ -246,12 +251,11 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  const int tiles = (block.end + kSuperUnits - 1) / kSuperUnits * Row::kTiles;
+  const int tiles = supers * Row::kTiles;
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (warp == Traits::kConsumers / 32) {
     if (lane != 0) return;
-    const int supers = (g.units() + kSuperUnits - 1) / kSuperUnits;
-    const int64 first = block.kv_head() * supers * Row::kTiles;
+    const int64 first = (block.kv_head() * supers_of(g.units()) + first_super) * Row::kTiles;
     const unsigned char* from = reinterpret_cast<const unsigned char*>(p.unit_rows) + first * Tile::kBytes;
     const uint16* shares = p.row_shares + first * kTileRows;
     for (int tile = 0; tile < tiles; ++tile) {
@@ -332,7 +336,7 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
     const uint32 x = Float16::larger_or_nan(__byte_perm(best[0], best[1], 0x5410), __byte_perm(best[0], best[1], 0x7632));
     if (maxima.add(tile, x)) {
       const uint32 mine = maxima.last;
-      const int unit = tile / Row::kTiles * kSuperUnits + warp * 32 + Row::kept_unit(lane);
+      const int unit = (first_super + tile / Row::kTiles) * kSuperUnits + warp * 32 + Row::kept_unit(lane);
       if (unit < row_end[0]) scores[0][unit] = static_cast<uint16>(Float16::pack(Float16::low(mine) * back[0], 0.f));
       if (unit < row_end[1]) scores[1][unit] = static_cast<uint16>(Float16::pack(Float16::high(mine) * back[1], 0.f));
       __syncwarp();

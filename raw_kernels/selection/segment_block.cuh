@@ -11,11 +11,13 @@ struct SegmentBlock {
   int head;
   int first;  // segment, of the chunk
   int end;    // of the units that some segment of the block ranks
+  int part;   // of these, where `parts` blocks share them
 
-  __device__ __forceinline__ explicit SegmentBlock(const RankKeysParams& p_) : p(p_) {
-    const int blocks = (p.chunk.segments + kSegments - 1) / kSegments, index = blockIdx.x / p.chunk.heads;
+  __device__ __forceinline__ explicit SegmentBlock(const RankKeysParams& p_, int parts = 1) : p(p_) {
+    const int blocks = (p.chunk.segments + kSegments - 1) / kSegments, of_head = blockIdx.x / p.chunk.heads;
     head = p.chunk.first_head + blockIdx.x % p.chunk.heads;
-    first = (blocks - 1 - index) * kSegments;
+    first = (blocks - 1 - of_head / parts) * kSegments;
+    part = of_head % parts;
     end = units_of(segment(kSegments - 1));
   }
   // Past the chunk's last segment there is none, and the last one stands in.

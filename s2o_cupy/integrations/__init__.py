@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 __all__ = ["MODULES", "modules_with"]
@@ -30,15 +31,13 @@ def modules_with(name: str) -> list[str]:
     return [module for module in MODULES if name in _public_names(module)]
 
 
+@functools.cache
 def _public_names(module: str) -> list[str]:
-    known: dict[str, list[str]] = vars(_public_names).setdefault("known", {})  # a file is read once
-    if module not in known:
-        known[module] = []
-        try:
-            text = (Path(__file__).parent / f"{module}.py").read_text(encoding="utf-8")
-        except OSError:  # installed without sources
-            text = ""
-        for node in ast.parse(text).body:
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "__all__":
-                known[module] = ast.literal_eval(node.value)
-    return known[module]
+    try:
+        text = (Path(__file__).parent / f"{module}.py").read_text(encoding="utf-8")
+    except OSError:  # installed without sources
+        return []
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "__all__":
+            return list(ast.literal_eval(node.value))
+    return []

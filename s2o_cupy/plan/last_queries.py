@@ -3,7 +3,7 @@
 A q tile that walks all keys, one tile of them after the other, would take longer than all the rest of a call of few
 heads (docs/notebook/accuracy.md). So the candidates of such a segment are cut into parts. Pass 2 by lists, which starts
 from nothing, attends to each in a q tile of its own, and a kernel merges their outputs with what pass 1 left. How a
-segment is cut depends on where it stands alone.
+segment is cut depends on where it stands and on the number of heads alone.
 Pure: no array, no GPU, no CuPy.
 """
 
@@ -27,7 +27,8 @@ from .schedule import ScheduleShape
 
 __all__ = ["LastQueries", "kernels"]
 
-PART_KEYS, MOST_PARTS = 4096, 16  # kPartKeys and kMostParts
+PART_KEYS, MOST_PARTS, LEAST_PART_KEYS, PART_GRAIN = 4096, 16, 1024, 128  # kPartKeys and so on
+EVEN_PARTS = 64  # of all heads of a segment, which with two segments are a part for each multiprocessor of Hopper
 MERGE_ROWS = 4  # of a block: a warp each
 PART_LISTS = Kernel(
     Family("part_lists", "last_queries/part_lists.cu", "PartListsParams", 256, 4, knows_segments=False)
@@ -54,12 +55,18 @@ def merge_last(inputs: Inputs) -> Kernel:
     return Kernel(MERGE_LAST, inputs.dtype, inputs.head_dim)
 
 
-def parts_of(geometry: Geometry, n: int) -> int:
+def even_parts(heads: int) -> int:
+    """Parts of a segment's keys that a call of so few heads has, if they are not too short."""
+    return max(1, min(MOST_PARTS, EVEN_PARTS // heads))
+
+
+def parts_of(geometry: Geometry, n: int, heads: int) -> int:
     """Of the keys before segment ``n``'s dense ones (KeyPart in raw_kernels/last_queries/parts.cuh)."""
     before, each = geometry.dense_keys(n)[0], PART_KEYS
     while each * MOST_PARTS < before:
         each *= 2
-    return -(-before // each)
+    even = (before // even_parts(heads) // PART_GRAIN + 1) * PART_GRAIN
+    return -(-before // min(each, max(even, LEAST_PART_KEYS)))
 
 
 class Piece(NamedTuple):
@@ -81,7 +88,8 @@ class LastQueries:
         self.setting, self.first = setting, first
         problem, geometry = setting.problem, setting.geometry
         self.segments = geometry.segments - first
-        self.parts = max(parts_of(geometry, n) for n in range(first, geometry.segments)) + (not problem.is_causal)
+        self.parts = max(parts_of(geometry, n, problem.heads) for n in range(first, geometry.segments))
+        self.parts += not problem.is_causal
         rows = min(geometry.segment, problem.seqlen_q)
         fits = budget // (self.parts * rows * (setting.inputs.head_dim * ITEM_BYTES + 4))  # segments of one head
         self.group = group = problem.heads // problem.kv_heads
@@ -129,6 +137,7 @@ class LastQueries:
         values = {
             "geometry": build.geometry, "first_segment": self.first, "segments": self.segments,
             "segments_each": self.segments_each, "parts": self.parts, "launches": self._attends,
+            "even_parts": even_parts(s.problem.heads),
         }  # fmt: skip
         threads = max(s.geometry.seqlen_k, lists, self._attends)
         found = [build.launch("part_lists", PART_LISTS, -(-threads // PART_LISTS.threads), values)]

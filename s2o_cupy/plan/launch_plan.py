@@ -122,13 +122,12 @@ def _collects(problem: Problem, config: S2OConfig) -> bool:
     return fits and problem.seqlen_q * (problem.heads // problem.kv_heads) >= COLLECT_ROWS
 
 
-# Keys up to which dense attention is as fast as ordering and stopping, or with many heads takes little longer and is
-# exact. On an H200 both took as long with 6, 12 and 32 query heads of 128 at about 14,300, 10,400 and 7,100 keys of a
-# whole prompt: with few heads each of a dozen launches leaves a GPU idle. So the limit is DENSE_UP_TO times the root of
-# DENSE_HEADS / heads, in whole eighths of DENSE_UP_TO, and from DENSE_UP_TO up to 14 of them. For few heads that is
-# rather too high (docs/notebook/ordering.md, small launches). Other sequences of a batch have no part in it, as each is
-# to have the bits of a call of its own.
-DENSE_UP_TO, DENSE_HEADS = 8192, 19
+# Keys up to which dense attention is as fast as ordering and stopping, or takes little longer and is exact. On an H200
+# both took as long with 6, 12 and 32 query heads of 128 at about 11,900, 9,100 and 7,100 keys of a whole prompt: with
+# few heads each of a dozen launches leaves a GPU idle. So the limit is DENSE_UP_TO times the root of DENSE_HEADS over the
+# heads, in whole eighths of DENSE_UP_TO, and from DENSE_UP_TO up to 12 of them. Other sequences of a batch have no part in it,
+# as each is to have the bits of a call of its own.
+DENSE_UP_TO, DENSE_HEADS, MOST_EIGHTHS = 8192, 16, 12
 
 
 def is_dense(problem: Problem, config: S2OConfig | Pass) -> bool:
@@ -146,8 +145,8 @@ def dense_limit(config: S2OConfig, heads: int) -> float:
 
 
 def dense_by_default(heads: int) -> int:
-    """The same, where nobody says how many: in eighths of DENSE_UP_TO, up to 14 of them."""
-    return DENSE_UP_TO * min(max(8, int(8 * math.sqrt(DENSE_HEADS / max(1, heads)))), 14) // 8
+    """The same, where nobody says how many."""
+    return DENSE_UP_TO * min(max(8, int(8 * math.sqrt(DENSE_HEADS / max(1, heads)))), MOST_EIGHTHS) // 8
 
 
 def dense_reason(problem: Problem, config: S2OConfig) -> str | None:

@@ -217,6 +217,7 @@ class S2O:
             "kv_heads": problem.kv_heads,
             "pooled_queries": self.setting.config.pooled_queries,
             "run": self.setting.config.run,
+            "unit_parts": 1,
             "row_blocks": 0,
             "key_blocks": 0,
             "strata_blocks": strata_blocks(chunk),

@@ -176,8 +176,8 @@ class S2OConfig:
         else "portable" (8.0 and newer: mma.sync). A path by name is an error where it cannot run, as on the CPU.
     dense_up_to : int, optional
         Keys (seqlen_k) up to which the GPU computes plain dense attention, as ordering would cost more than it saves.
-        Default, as was measured: 8192, with up to 15 query heads more (10,240 with 12, 12,288 with 8, 14,336 with up to
-        6; of one call, whatever the batch), and any length at tau 0, which is dense by definition.
+        Default, as was measured: 8192, with up to 12 query heads more (9,216 with 12, 11,264 with 8, 12,288 with up to
+        7; of one call, whatever the batch), and any length at tau 0, which is dense by definition.
         0: never. The reference on the CPU ignores it.
     tail : {"none", "first_order"}, optional
         What the candidates count for that a tile of queries did not visit: "none" (the paper), nothing;

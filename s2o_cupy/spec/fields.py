@@ -56,6 +56,7 @@ def names_its_fields(cls: type[_Class]) -> type[_Class]:
     and with the nearest of them."""
     make = cls.__init__
     known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    unnamed = len([field for field in fields(cls) if field.init and not field.kw_only])  # type: ignore[arg-type]
     needed = [
         field.name for field in fields(cls)  # type: ignore[arg-type]
         if field.kw_only and field.init and field.default is MISSING and field.default_factory is MISSING
@@ -69,6 +70,9 @@ def names_its_fields(cls: type[_Class]) -> type[_Class]:
                     raise ArgumentTypeError(f"{name} is not a field; {meant(name, known)}accepted: {', '.join(known)}")
             if missing := [name for name in needed if name not in given]:
                 raise ArgumentTypeError(f"{' and '.join(missing)} is missing; accepted: {', '.join(known)}")
+            if len(args) > unnamed:
+                up_to = f"up to {unnamed}, the others by name" if unnamed else "by name"
+                raise ArgumentTypeError(f"{len(args)} come without a name; accepted: {up_to}: {', '.join(known)}")
             make(self, *args, **given)
         except ArgumentError as error:
             error.args = error.args[0], cls.__name__

@@ -30,6 +30,7 @@ __all__ = [
 ]  # fmt: skip
 
 THREADS = 256
+QUERY_WEIGHTS_BLOCKS = 3  # of query_weights_sm90 on a multiprocessor
 UNIT_CLUSTERS = Family(
     "unit_clusters", "selection/unit_clusters.cu", "UnitClustersParams", THREADS, "({head_dim} > 128 ? 1 : 2)",
     "ClusterTraits<{element}, {head_dim}, {paged}, {clusters}>", knows_segments=False,
@@ -47,7 +48,7 @@ QUERY_WEIGHTS = Family(
     "ByQueryTraits<{element}, {head_dim}, {clusters}>",
 )  # fmt: skip
 QUERY_WEIGHTS_SM90 = Family(
-    "query_weights_sm90", "selection/query_weights_sm90.cu", "RankKeysParams", 160, 3,
+    "query_weights_sm90", "selection/query_weights_sm90.cu", "RankKeysParams", 160, QUERY_WEIGHTS_BLOCKS,
     "QueryWeightTraits<{element}, {head_dim}, {clusters}>", path=HOPPER,
 )  # fmt: skip
 # These arrays are [KV heads, ...].
@@ -58,6 +59,8 @@ HOPPER_QUERIES = 128  # of a segment, at most (kQueries)
 UNIT_ROW_LOADS = 4  # rows that a thread of unit_rows has on their way (kRowsAhead)
 NORM_QUERIES = 128  # queries of a block of query_norms (kQueries)
 _QUERY_STAGES = 6
+MOST_UNIT_PARTS = 4  # of a pair of segments: each reads its queries anew, which takes as long as some 2,000 units
+UNIT_PART_WAVES = 1.6  # of blocks that there may be for parts; measured with 4, 6, 12, 24 and 32 heads
 GROUPED_BYTES = 128 << 20  # cluster_keys take up to so many at a time where rows of 8 bits are made of them
 
 
@@ -123,9 +126,18 @@ def query_weights(inputs: Inputs, path: Path, segment: int, clusters: int) -> Ke
 
 
 def query_weight_blocks(kernel: Kernel, chunk: Chunk) -> int:
-    """Of query_weights (kSegments)."""
+    """Of query_weights (kSegments), where none share units."""
     segments = 2 if kernel.family is QUERY_WEIGHTS_SM90 else 1
     return chunk.heads * -(-chunk.segments // segments)
+
+
+def query_weight_parts(kernel: Kernel, chunk: Chunk, limits: DeviceLimits) -> int:
+    """Blocks of query_weights that share the units of a pair of segments: more than one where otherwise those of the
+    longest pairs, which have twice the units of a mean one, would be at work when all others are done."""
+    if kernel.family is not QUERY_WEIGHTS_SM90:
+        return 1
+    at_once = QUERY_WEIGHTS_BLOCKS * limits.multiprocessors
+    return max(1, min(MOST_UNIT_PARTS, round(UNIT_PART_WAVES * at_once / query_weight_blocks(kernel, chunk))))
 
 
 def heads_in_turns(batch: int, kv_heads: int, of_head: int) -> list[range]:
@@ -260,8 +272,9 @@ class QueryOrder(Order):
         ]
 
     def scores(self, build: Builder, chunk: Chunk, values: Mapping[str, Any]) -> Launch:
-        blocks = query_weight_blocks(self.kernel, chunk)
-        values = {**values, "scale_log2": self.signed_scale_log2}
+        parts = query_weight_parts(self.kernel, chunk, self.setting.limits)
+        blocks = query_weight_blocks(self.kernel, chunk) * parts
+        values = {**values, "unit_parts": parts, "scale_log2": self.signed_scale_log2}
         # In 8 bits groups are done with, and scores lie where they lay.
         read = {"unit_keys": "", "cluster_shares": ""} if self.in_bytes else {"unit_keys": "cluster_keys"}
         return build.launch("unit_weights", self.kernel, blocks, values, chunk, read=read)
