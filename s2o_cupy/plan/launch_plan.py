@@ -124,9 +124,9 @@ def _collects(problem: Problem, config: S2OConfig) -> bool:
 
 # Keys up to which dense attention is as fast as ordering and stopping, or takes little longer and is exact. On an H200
 # both took as long with 6, 12 and 32 query heads of 128 at about 11,900, 9,100 and 7,100 keys of a whole prompt: with
-# few heads each of a dozen launches leaves a GPU idle. So the limit is DENSE_UP_TO times the root of DENSE_HEADS over the
-# heads, in whole eighths of DENSE_UP_TO, and from DENSE_UP_TO up to 12 of them. Other sequences of a batch have no part in it,
-# as each is to have the bits of a call of its own.
+# few heads each of a dozen launches leaves a GPU idle. So the limit is DENSE_UP_TO times the root of DENSE_HEADS over
+# the heads, in whole eighths of DENSE_UP_TO, and from DENSE_UP_TO up to 12 of them. Other sequences of a batch have no
+# part in it, as each is to have the bits of a call of its own.
 DENSE_UP_TO, DENSE_HEADS, MOST_EIGHTHS = 8192, 16, 12
 
 
