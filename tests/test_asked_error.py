@@ -99,6 +99,7 @@ def test_options(device, qkv, options, head_dim):
         np.testing.assert_array_equal(bits(x), bits(y))
 
 
+@pytest.mark.slow
 def test_the_estimate_of_error_per_head_agrees(qkv):
     """More segments than are sampled, and other ones: the same rule."""
     q, k, v = qkv(4800, heads=4, kv_heads=2, head_dim=16)
@@ -152,6 +153,7 @@ def by_words(q, k, v, config, **options):
     return [[chosen_tau(points[h], config.errors(len(heads))[h]) for h in heads]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "changes", [{"unit": 8}, {"tail": "first_order"}, {"rank": "weight"}, {"rank": "max", "window": 50}], ids=str
 )
@@ -236,6 +238,7 @@ def test_calls_that_come_again(path_config, gpu):
 # ---------------------------------------------------------------- S2OStats.error_per_head
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("asks", ["tau", "taus", "error"])
 @pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
 def test_stats_estimate_the_error(device, qkv, asks, layout):

@@ -210,6 +210,7 @@ def test_heads_are_picked():
 ORDERS = ("mean:1:0:64:1", "max:4:16:64:1", "weight:8:0:64:4")
 
 
+@pytest.mark.slow
 def test_quality(tmp_path):
     arguments = ["--lengths", 300, "--orders", ",".join(ORDERS), "--taus", "0.2,0.02", "--block-m", 32]
     text = succeed(

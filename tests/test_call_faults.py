@@ -335,6 +335,7 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
         clear_cache()
 
 
+@pytest.mark.slow
 def test_an_emulated_gpu_finds_one_too():
     """The first of all, and without it none: where there is no GPU no other test runs the kernel of NSA's window."""
     if has_gpu():

@@ -82,6 +82,7 @@ def test_shares_of_mass_that_is_not_finite_or_rounds_up():
         assert found["earlier_mass_left_out"] == pytest.approx(left_out, nan_ok=True)
 
 
+@pytest.mark.slow
 def test_the_recorded_prompt():
     """What S2O is for: a tenth of the pairs is computed, and two heads that look for single places keep most of what
     these hold."""

@@ -26,6 +26,7 @@ def turns(monkeypatch):
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_the_bits_of_one_call(monkeypatch, turns, qkv, name, layout):

@@ -196,6 +196,7 @@ def test_a_loss_is_reached_by_the_model_that_is_registered(model, ids, by, tmp_p
     assert tried == found.table() and tried.count("   chosen") == 1  # what comes to the same is told once
 
 
+@pytest.mark.slow
 def test_units_that_cannot_be_larger_stay(model, ids, monkeypatch):
     for config in (replace(CONFIG, unit=64), replace(CONFIG, rank="mean", unit=1, pooled_queries=1)):
         found = tune_model(model, ids, loss=9.0, by="model", taus=(1.0,), **{**OPTIONS, "config": config})

@@ -131,6 +131,7 @@ def test_arrays_of_each_stage(install, heads, lengths, capability, shares):
             assert points_to(p["k_cmp"], x.k_cmp) and points_to(p["v_cmp"], x.v_cmp)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("heads", "lengths", "capability"), COMPRESSES)
 def test_compressed_attention_leaves_each_row_where_it_is_read(install, heads, lengths, capability):
     """Attention computed with what pass 1 is given is compressed attention; rows without a key are nobody's."""

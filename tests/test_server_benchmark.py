@@ -88,6 +88,7 @@ def test_rows_of_each_part(server, tmp_path):
     assert all(row["tokens_per_s"] == 56 / row["seconds"] for row in rows if row["part"] == "many")
 
 
+@pytest.mark.slow
 def test_two_servers_of_one_kind(server, tmp_path):
     """Beside S2O's: each is asked, and named."""
     three = ("--attentions", "own,s2o,own", "--parts", "decode", "--lengths", 64, "--many", 8, "--repeats", 1)

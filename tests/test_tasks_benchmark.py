@@ -154,6 +154,7 @@ def test_tasks(pretrained, monkeypatch, tmp_path):
         tasks.run(args, lambda *told: None)
 
 
+@pytest.mark.slow
 def test_model_of_a_folder(pretrained, monkeypatch, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM

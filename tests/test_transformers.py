@@ -337,7 +337,7 @@ def test_compiled_prefill(model, ids, logits):
         ("cuda", S2OConfig(tau=0), 9000, "dense"), ("cuda", S2OConfig(tau=0, dense_up_to=0), 300, "s2o"),
         ("cuda", S2OConfig(dense_up_to=0), 300, "s2o"), ("cpu", S2OConfig(), 300, "s2o"),
         ("cpu", S2OConfig(tau=0), 300, "s2o"),
-        ("cuda", S2OConfig(), 14_336, "dense"), ("cuda", S2OConfig(), 14_337, "s2o"),  # of 3 heads
+        ("cuda", S2OConfig(), 12_288, "dense"), ("cuda", S2OConfig(), 12_289, "s2o"),  # of 3 heads
     ],
 )  # fmt: skip
 def test_a_dense_call_of_s2os_is_told_from_others(device, config, seqlen_k, kind, monkeypatch):
