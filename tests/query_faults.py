@@ -169,12 +169,17 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
             ("queries are not swizzled", "key scores", "column >> 4 ^ swizzle", "column >> 4"),
             ("every head has the first one's units", "key scores", "(block.kv_head() * supers_of",
              "(0 * supers_of"),
+            ("scores go to the neighbours", "key scores", "warp * 32 + Row::kept_unit(lane)",
+             "warp * 32 + (Row::kept_unit(lane) ^ 1)"),
+        ),
+    ),
+    (
+        "query_weights_sm90", replace(BYTES, heads=1, kv_heads=1),  # so few blocks that several share a row
+        (
             ("every part has the first one's units", "key scores", "supers_of(g.units()) + first_super)",
              "supers_of(g.units()))"),
             ("every part has the first one's scores", "key scores", "(first_super + tile / Row::kTiles)",
              "(tile / Row::kTiles)"),
-            ("scores go to the neighbours", "key scores", "warp * 32 + Row::kept_unit(lane)",
-             "warp * 32 + (Row::kept_unit(lane) ^ 1)"),
         ),
     ),
 ]  # fmt: skip
