@@ -10,8 +10,10 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -99,11 +101,15 @@ def _code(path: Path) -> str:
 
 @functools.cache
 def _python(path: Path) -> str:
-    """Without docstrings, lines of comments and what SAYS names."""
+    """Without docstrings, comments and what SAYS names."""
     if not path.exists():
         return ""
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column].rstrip()
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(ast.parse(text)):
         if getattr(node, "name", None) in SAYS and isinstance(node, ast.FunctionDef):
@@ -112,4 +118,4 @@ def _python(path: Path) -> str:
             said = node.body[0]
             last = said.end_lineno or said.lineno
             lines[said.lineno - 1 : last] = [""] * (last - said.lineno + 1)
-    return "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+    return "\n".join(lines)

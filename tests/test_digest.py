@@ -42,6 +42,8 @@ def nothing_kept():
         ("s2o_cupy/call.py", '"""Calls."""\n\n\ndef call():\n    """Call."""\n    return 2\n', "python"),
         ("s2o_cupy/call.py", '"""Calls."""\n\n\ndef call():\n    """Call."""\n    return 1\n\n'
          'def __getattr__(name):\n    return name\n', ""),
+        ("s2o_cupy/plan/rounds.py", "y = 1  # of all\n# and more\n", ""),
+        ("s2o_cupy/plan/rounds.py", "y = '# of all'\n", "python"),
         ("s2o_cupy/plan/rounds.py", "y = '''text'''\n", "python"),
         ("s2o_cupy/plan/rounds.py", None, "python"),
         ("s2o_cupy/other.py", "z = 2\n", ""),

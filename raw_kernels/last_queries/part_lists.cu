@@ -13,7 +13,7 @@ struct PartListsParams {
   Geometry geometry;
   int first_segment, segments, segments_each;
   int parts, launches;
-  int even_parts;      // of fewer keys, where a call of few heads would leave multiprocessors without one
+  int even_parts;      // see KeyPart
 };
 
 // Thread: an entry, a list and a counter.

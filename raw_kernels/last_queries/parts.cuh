@@ -7,8 +7,8 @@ namespace s2o {
 constexpr int kPartKeys = 4096, kMostParts = 16, kLeastPartKeys = 1024, kPartGrain = 128;
 
 // Part number `part` of `parts`: of the keys before the segment's dense ones as many equal parts as they need, each of
-// kPartKeys or twice, four times, ... as many, or of fewer where `even_parts` need no more; without causality the last
-// part is of the keys after them.
+// kPartKeys or twice, four times, ... as many. A call of few heads would leave multiprocessors without one: there parts
+// have fewer keys, if these make no more than `even_parts`. Without causality the last part is of the keys after them.
 struct KeyPart {
   int begin, keys;
   __device__ __forceinline__ KeyPart(const Geometry& g, int segment, int part, int parts, int even_parts) {

@@ -24,7 +24,7 @@ struct RankKeysParams {
   Chunk chunk;
   int heads, kv_heads;
   int pooled_queries, run;
-  int unit_parts;          // blocks of query_weights_sm90 that share the units of the longest segments
+  int unit_parts;          // blocks of query_weights_sm90 among which a pair of segments parts its units; else 1
   int row_blocks;          // blocks of key_scores that cover the rows of one KV head
   int key_blocks;          // and the keys
   int strata_blocks;       // blocks of key_strata that cover a long and a short row
