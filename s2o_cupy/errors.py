@@ -13,6 +13,7 @@ from types import FrameType
 
 __all__ = [
     "ArgumentError", "ArgumentTypeError", "ArgumentValueError", "S2OError", "arguments_of", "plain_kind", "warn_caller",
+    "without_names",
 ]  # fmt: skip
 
 # Packages whose frames lie between a caller and what warns: this one, and those of its decorators and operators.
@@ -55,6 +56,11 @@ class arguments_of(ContextDecorator):
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if isinstance(error, ArgumentError):
             error.function = self.function
+
+
+def without_names(count: int) -> str:
+    """What came: so many arguments, without their names."""
+    return "1 argument comes without a name" if count == 1 else f"{count} arguments come without a name"
 
 
 def plain_kind(error: Exception) -> type[TypeError] | type[ValueError]:

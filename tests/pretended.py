@@ -4,6 +4,7 @@ only takes notes stands for the driver."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 import types
 from typing import Any, NamedTuple
@@ -13,11 +14,14 @@ import numpy as np
 import s2o_cupy.cuda
 from s2o_cupy.arrays.array_info import Device
 from s2o_cupy.arrays.frameworks.numpy import NumpyFramework
+from s2o_cupy.arrays.operand import Addresses, Call, Layout
 
 
 def pretend_gpu(monkeypatch: Any, **pipeline: Any) -> None:
-    """``pipeline``: what the module s2o_cupy.cuda.pipeline has."""
+    """``pipeline``: what the module s2o_cupy.cuda.pipeline has. ``run`` also gets calls that are prepared first."""
     module: Any = types.ModuleType("s2o_cupy.cuda.pipeline")
+    if "run" in pipeline:
+        pipeline["prepared"] = functools.partial(_Prepared, pipeline["run"])
     module.__dict__.update({"allocate": None, **pipeline})
     monkeypatch.setitem(sys.modules, "s2o_cupy.cuda.pipeline", module)
     monkeypatch.setattr(s2o_cupy.cuda, "pipeline", module, raising=False)
@@ -27,6 +31,23 @@ def pretend_gpu(monkeypatch: Any, **pipeline: Any) -> None:
     describe = NumpyFramework.describe
     on_gpu = Device("cuda", 0)
     monkeypatch.setattr(NumpyFramework, "describe", lambda self, x: describe(self, x)._replace(device=on_gpu))
+
+
+class _Prepared:
+    def __init__(self, run: Any, problem: Any, config: Any, layout: Layout) -> None:
+        self.run_call, self.problem, self.config, self.layout = run, problem, config, layout
+
+    def run(self, at: Addresses, stream: int, memory: Any, observe: Any = None, await_keys: Any = None) -> Any:
+        found, paging = self.layout.operands(self.problem), self.layout.paging
+        names = ["q", "k_pages", "v_pages", "out"] if self.layout.is_fp8 else ["q", "k", "v", "out"]
+        q, k, v, out = (found[name]._replace(pointer=getattr(at, name)) for name in names)
+        if paging is not None:
+            scales = paging.scales
+            if scales is not None:
+                scales = scales[0]._replace(pointer=at.k_scale), scales[1]._replace(pointer=at.v_scale)
+            paging = paging._replace(pointer=at.pages, scales=scales)
+        call = Call((q, k, v, out), at.lse, at.visited, self.problem, paging)
+        return self.run_call(call, self.config, stream=stream, memory=memory, await_keys=await_keys, taus=at.taus)
 
 
 def array_at(pointer: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> np.ndarray:

@@ -38,6 +38,38 @@ def test_calls_that_fill_the_gpu_repeat_their_bits(gpu, path, order):
         assert (first[2].visited == again[2].visited).all()
 
 
+@pytest.mark.parametrize("framework", ["cupy", "torch"])
+def test_a_call_like_one_before_reads_what_its_stream_has_written(path_config, qkv, framework):
+    """It is known and takes the short way, on whichever stream is current."""
+    import cupy
+
+    q, k, v = (cupy.asarray(x.astype(np.float16)) for x in qkv(700, heads=4, head_dim=128))
+    other = q[:, :, ::-1].copy()
+    expected = [s2o_attention(x.copy(), k, v, config=path_config) for x in (q, other)]
+    if framework == "torch":
+        torch = pytest.importorskip("torch")
+        if not torch.cuda.is_available():
+            pytest.skip("this PyTorch has no CUDA")
+        q, k, v, other = (torch.from_dlpack(x) for x in (q, k, v, other))
+        expected = [torch.from_dlpack(x) for x in expected]
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        entered = torch.cuda.stream
+    else:
+        streams = [cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)]
+        entered = lambda stream: stream  # noqa: E731
+    s2o_attention(q, k, v, config=path_config)
+    cupy.cuda.Device().synchronize()
+    for turn in range(6):
+        with entered(streams[turn % 2]):
+            handle = streams[turn % 2].cuda_stream if framework == "torch" else streams[turn % 2].ptr
+            with cupy.cuda.ExternalStream(handle):
+                spin(milliseconds=20)
+            q[...] = other if turn % 3 else q.clone() if framework == "torch" else q.copy()
+            o = s2o_attention(q, k, v, config=path_config)
+        cupy.cuda.Device().synchronize()
+        assert bool((o == expected[turn > 0]).all())
+
+
 # ---------------------------------------------------------------- captured by the caller
 
 

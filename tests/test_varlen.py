@@ -308,12 +308,13 @@ def test_one_workspace_and_lse_with_gaps(monkeypatch):
             self.workspace = types.SimpleNamespace(nbytes=needs[problem.seqlen_q])
             self.plan = f"plan of {problem.seqlen_q}"
 
-        def run(self, call, stream, memory):
+        def run(self, at, stream, memory):
             address, _ = memory(self.workspace.nbytes)
-            seen.append((address, call.lse, call.visited, stream))
+            seen.append((address, at.lse, at.visited, stream))
             rows = self.problem.seqlen_q
-            written = array_at(call.lse, (heads, rows), (4 * rows, 4), np.float32)
+            written = array_at(at.lse, (heads, rows), (4 * rows, 4), np.float32)
             written[...] = 100 * np.arange(heads)[:, None] + len(seen)
+            return pipeline.Launched(self.plan, "launched")
 
     def copy(target, target_pitch, source, source_pitch, width, height, kind, stream):
         assert (kind, stream) == ("device to device", 7)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..arrays.operand import axes
-from ..caches import remembered_or_made
+from ..caches import remembered, remembered_or_made
 from ..errors import ArgumentValueError
 from ..plan.schedule_form import ScheduleForm
 from ..problem import OnlyLayout, Problem, Shape, validate
@@ -31,7 +31,7 @@ from .lengths import (
     paged_lengths,
 )  # fmt: skip
 
-__all__ = ["Batch", "Cached", "Part", "batched", "packed", "paged"]
+__all__ = ["Batch", "Cached", "Form", "Part", "batched", "packed", "paged"]
 
 Form = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides in bytes, dtype
 Axes = tuple[tuple[int, int, int, int], tuple[int, int, int]]  # shape and strides of an Operand
@@ -78,6 +78,7 @@ class Batch:
         self.page_layout = page_layout or layout
         # Of q, k and v: rows with gaps between their elements, which kernels do not read.
         self.copied = tuple(shape[-1] > 1 and strides[-1] != _itemsize(dtype) for shape, strides, dtype in forms[:3])
+        self.is_copied = any(self.copied)
         self.shape_q, shape_k = forms[0][0], forms[1][0]
         self.total_q = self.shape_q[0] if packed else 0
         self.total_k = shape_k[0] if packed and not self.paged else 0
@@ -140,10 +141,15 @@ class Batch:
 
     def of_forms(self, forms: tuple[Form, ...]) -> Batch:
         """The same call on arrays that lie in memory in another way."""
-        other = copy.copy(self)
-        other._forms, other.copied = forms, (False,) * 3
-        other.__dict__.pop("axes", None)
-        return other
+        return _of_forms(self, forms)
+
+
+@remembered
+def _of_forms(batch: Batch, forms: tuple[Form, ...]) -> Batch:
+    other = copy.copy(batch)
+    other._forms, other.copied, other.is_copied = forms, (False,) * 3, False
+    other.__dict__.pop("axes", None)
+    return other
 
 
 def _itemsize(dtype: str) -> int:

@@ -51,7 +51,7 @@ class Call:
         self.inputs, self.stream, self.out = inputs, stream, out
         self.framework: Framework
         self.infos: tuple[ArrayInfo, ...]  # of the inputs
-        self.framework, self.infos = describe(**inputs)
+        self.framework, self.infos = describe(inputs)
         self.backend = parse_backend(backend, self.infos[0].device, stream)
         self.host = self.backend == "numpy"
         self.of_out: ArrayInfo | None = None  # of ``out``, once it is checked
@@ -77,7 +77,7 @@ class Call:
     def output(self, dtype: str) -> Output:
         """One like q, or ``out``, which `check_out` has seen."""
         if self.of_out is None:
-            return self.result(self.infos[0].shape, dtype)
+            return self.framework.output_like(self.infos[0].shape, dtype, self.q, host=self.host)
         return self.framework.output_into(self.out, self.of_out, host=self.host)
 
     def where_output_is(self, output: Output) -> ArrayInfo | Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
-from ..errors import ArgumentTypeError
+from ..errors import ArgumentTypeError, without_names
 from ..nearest import meant as near
 from ..spec import S2OConfig
 
@@ -100,7 +100,7 @@ def answers_habits(function: Function) -> Function:
             raise ArgumentTypeError(f"{unknown} is not an argument; {_hint(unknown, known)}", function.__name__)
         if len(arguments) > positional:
             raise ArgumentTypeError(
-                f"{len(arguments)} arguments come without a name; accepted: up to {positional}, "
+                f"{without_names(len(arguments))}; accepted: up to {positional}, "
                 f"the others by name: {', '.join(options)}",
                 function.__name__,
             )

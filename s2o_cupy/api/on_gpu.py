@@ -10,17 +10,29 @@ from .. import cuda
 from ..arrays.array_info import ArrayInfo
 from ..arrays.frameworks.base import Framework
 from ..arrays.lazy_cupy import import_cupy
-from ..arrays.operand import ENTRY_BYTES, Call, Operand, Paging, Scale, address, operand
+from ..arrays.operand import (
+    ENTRY_BYTES,
+    Addresses,
+    Call,
+    Layout,
+    Operand,
+    Paging,
+    Scale,
+    address,
+    axes,
+    begins_aligned,
+    operand,
+)
 from ..caches import remembered
 from ..plan.launch_plan import is_dense
 from ..plan.packed_table import PackedTable
 from ..plan.rounds import MAX_GRID
 from ..stats import NOTHING_RAN, Ran
-from .batch import Batch, Part
+from .batch import Batch, Form, Part
 from .results import Results
 from .scales import Scales
 
-__all__ = ["load_pipeline", "run"]
+__all__ = ["layout_of", "load_pipeline", "run"]
 
 LSE_BYTES = 4
 ITEM_BYTES = 4  # of visited
@@ -36,36 +48,15 @@ def run(
     are the last of ``infos``. Returns what ran for each part."""
     if batch.schedule is not None:
         return _gather(batch, framework, infos, results)
-    o, lse, visited, taus = results
+    if batch.alone:
+        return [_alone(batch, framework, infos, results, await_keys, scales)]
+    o, lse, visited, _ = results
     pipeline = load_pipeline()
     q, k, v, out = _operands(batch, infos, o)
-    paging = _paging(k, infos[3]) if batch.paged else None
-    if paging is not None and scales is not None:
-        paging = paging._replace(scales=_scales(scales, infos[4:]))
+    paging = _paging(batch, infos, scales)
     stream, memory = framework.stream(), framework.memory(infos[0].native) or pipeline.allocate
     to_visit = [] if visited is None else [address(x) for x in visited]
-    config = batch.config
-    if batch.alone:
-        problem = batch.parts[0].problem
-        if paging is not None:
-            paging = paging.sequences(0, problem.batch)
-        if taus is not None:
-            if is_dense(problem, config):
-                framework.fill(taus, 0)
-            else:
-                if await_keys is not None:  # segments from all over are attended first
-                    await_keys()
-                    await_keys = None
-                from ..cuda.within import find_taus
-
-                find_taus((q, k, v, out), address(taus), problem, config, stream=stream, memory=memory)
-        call = Call((q, k, v, out), address(lse), to_visit[0] if to_visit else 0, problem, paging)
-        launched = pipeline.run(
-            call, config, stream=stream, memory=memory, await_keys=await_keys, taus=address(taus)
-        )
-        return [(launched.path, launched.path_reason, launched.graphs)]
-
-    first_lse = address(lse)
+    config, first_lse = batch.config, address(lse)
     ran = [NOTHING_RAN] * len(batch.parts)
     together, packed_table, in_turn = _together(batch)
     launch = None
@@ -91,6 +82,48 @@ def run(
     return ran
 
 
+def _alone(
+    batch: Batch, framework: Framework, infos: Sequence[ArrayInfo], results: Results,
+    await_keys: Callable[[], None] | None, scales: Scales | None,
+) -> Ran:  # fmt: skip
+    """A call of one problem, of which only addresses are new where one like it came before."""
+    o, lse, visited, taus = results
+    pipeline = load_pipeline()
+    problem, config = batch.parts[0].problem, batch.config
+    stream, memory = framework.stream(), framework.memory(infos[0].native) or pipeline.allocate
+    of_taus = 0
+    if taus is not None:
+        of_taus = address(taus)
+        if is_dense(problem, config):
+            framework.fill(taus, 0)
+        else:
+            if await_keys is not None:  # segments from all over are attended first
+                await_keys()
+                await_keys = None
+            from ..cuda.within import find_taus
+
+            find_taus(_operands(batch, infos, o), of_taus, problem, config, stream=stream, memory=memory)
+    form, out = (o.form, o.pointer) if isinstance(o, ArrayInfo) else (None, address(o))
+    arrays = (infos[0].pointer, infos[1].pointer, infos[2].pointer, out)
+    paging = _paging(batch, infos, scales) if batch.paged else None
+    layout = layout_of(batch, form, begins_aligned(arrays, paging), paging and paging.without_addresses())
+    at = Addresses.of(
+        arrays, paging, taus=of_taus, lse=address(lse), visited=0 if visited is None else address(visited[0])
+    )
+    launched = pipeline.prepared(problem, config, layout).run(at, stream, memory, None, await_keys)
+    return launched.path, launched.path_reason, launched.graphs
+
+
+@remembered
+def layout_of(batch: Batch, of_out: Form | None, aligned: bool, paging: Paging | None) -> Layout:
+    """Of a call of one problem. ``of_out``: of the caller's own ``out``; ``paging``: without addresses."""
+    *of_inputs, of_new = batch.axes
+    if of_out is not None:
+        of_new = axes(of_out[0], of_out[1], batch.layout)
+    q, k, v, out = (strides for _, strides in (*of_inputs, of_new))
+    return Layout((q, k, v, out), aligned, paging)
+
+
 def _operands(
     batch: Batch, infos: Sequence[ArrayInfo], o: ArrayInfo | Any
 ) -> tuple[Operand, Operand, Operand, Operand]:
@@ -99,8 +132,14 @@ def _operands(
     return Operand(infos[0].pointer, *of_q), Operand(infos[1].pointer, *of_k), Operand(infos[2].pointer, *of_v), out
 
 
-def _paging(k: Operand, table: ArrayInfo) -> Paging:
-    return Paging(table.pointer, table.strides[0] // ENTRY_BYTES, k.shape[2], k.shape[0])
+def _paging(batch: Batch, infos: Sequence[ArrayInfo], scales: Scales | None = None) -> Paging | None:
+    """Of all sequences, of a paged call; ``scales``, whose arrays are the last of ``infos``."""
+    if not batch.paged:
+        return None
+    (pages, _, page_size, _), _ = batch.axes[1]
+    table = infos[3]
+    stride = table.strides[0] // ENTRY_BYTES if batch.whole.batch > 1 or batch.packed else 0
+    return Paging(table.pointer, stride, page_size, pages, scales and _scales(scales, infos[4:]))
 
 
 def _scales(scales: Scales, infos: Sequence[ArrayInfo]) -> tuple[Scale, Scale]:
@@ -129,7 +168,7 @@ def _gather(
     others = 4 if batch.paged else 3
     arrays = {name: x.pointer for name, x in zip(form.array_names, infos[others:], strict=True)}
     operands, problem = _operands(batch, infos, o), batch.parts[0].problem
-    paging = _paging(operands[1], infos[3]).sequences(0, problem.batch) if batch.paged else None
+    paging = _paging(batch, infos)
     of_visited = address(visited[0]) if visited else 0
     skipped = 0
     if visited and form.value_skip is not None:

@@ -109,7 +109,7 @@ def run(
 def _readable(batch: Batch, call: Call) -> tuple[Batch, tuple[ArrayInfo, ...]]:
     """What kernels on the current stream can read: rows with gaps between their elements are copied."""
     infos = call.exchanged()
-    if not any(batch.copied):
+    if not batch.is_copied:
         return batch, infos
     readable = list(infos)
     for i, copied in enumerate(batch.copied):

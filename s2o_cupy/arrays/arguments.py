@@ -13,8 +13,8 @@ from .frameworks.base import Framework
 __all__ = ["check_out", "describe"]
 
 
-def describe(**arrays: Any) -> tuple[Framework, tuple[ArrayInfo, ...]]:
-    """The one framework of some arrays on one device, and what is known of each."""
+def describe(arrays: dict[str, Any]) -> tuple[Framework, tuple[ArrayInfo, ...]]:
+    """The one framework of some arrays on one device, by name, and what is known of each."""
     owners = [framework_of(name, x) for name, x in arrays.items()]
     framework = owners[0]
     if owners.count(framework) != len(owners):

@@ -9,8 +9,8 @@ from .array_info import ArrayInfo
 from .frameworks import framework_of
 
 __all__ = [
-    "ENTRY_BYTES", "ITEM_BYTES", "Call", "Layout", "Operand", "Operands", "Paging", "Scale", "address", "axes",
-    "in_c_order", "operand",
+    "ENTRY_BYTES", "ITEM_BYTES", "Addresses", "Call", "Layout", "Operand", "Operands", "Paging", "Scale", "address",
+    "axes", "begins_aligned", "in_c_order", "operand",
 ]  # fmt: skip
 
 ITEM_BYTES = 2  # of float16 and bfloat16
@@ -104,8 +104,42 @@ class Paging(NamedTuple):
         pointer = self.pointer + begin * self.stride * ENTRY_BYTES
         return self._replace(pointer=pointer, stride=self.stride if end - begin > 1 else 0)
 
+    def without_addresses(self) -> Paging:
+        scales = self.scales and (self.scales[0]._replace(pointer=0), self.scales[1]._replace(pointer=0))
+        return self._replace(pointer=0, scales=scales)
+
 
 Operands = tuple[Operand, Operand, Operand, Operand]  # q, k, v, out
+
+
+class Addresses(NamedTuple):
+    """Where the arrays of a call begin, by the names of `plan.build.BASES`; 0: not there, or not asked for."""
+
+    q: int
+    k: int
+    v: int
+    out: int
+    pages: int = 0
+    k_pages: int = 0
+    v_pages: int = 0
+    k_scale: int = 0
+    v_scale: int = 0
+    taus: int = 0
+    lse: int = 0
+    visited: int = 0
+
+    @classmethod
+    def of(
+        cls, arrays: tuple[int, int, int, int], paging: Paging | None, *, taus: int = 0, lse: int = 0, visited: int = 0
+    ) -> Addresses:
+        """``arrays``: q, k, v and out, as of a Call's operands."""
+        if paging is None:
+            return cls(*arrays, 0, 0, 0, 0, 0, taus, lse, visited)
+        if paging.scales is None:
+            return cls(*arrays, paging.pointer, 0, 0, 0, 0, taus, lse, visited)
+        q, k, v, out = arrays
+        k_scale, v_scale = (x.pointer for x in paging.scales)
+        return cls(q, 0, 0, out, paging.pointer, k, v, k_scale, v_scale, taus, lse, visited)
 
 
 class Call(NamedTuple):
@@ -118,6 +152,11 @@ class Call(NamedTuple):
     visited: int  # int32 [batch, heads, segments, tiles], contiguous: the key tiles visited
     problem: Problem
     paging: Paging | None = None
+
+    def addresses(self, taus: int = 0) -> Addresses:
+        q, k, v, out = self.operands
+        arrays = (q.pointer, k.pointer, v.pointer, out.pointer)
+        return Addresses.of(arrays, self.paging, taus=taus, lse=self.lse, visited=self.visited)
 
 
 class Layout(NamedTuple):
@@ -132,14 +171,8 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, operands: Operands, paging: Paging | None) -> Layout:
         q, k, v, out = operands
-        of_cache = k.pointer | v.pointer
-        if paging is not None and paging.scales is not None:
-            of_cache *= 2
-        begins_aligned = (q.pointer | of_cache | out.pointer) % ALIGNMENT == 0
-        if paging is not None:
-            scales = paging.scales and (paging.scales[0]._replace(pointer=0), paging.scales[1]._replace(pointer=0))
-            paging = paging._replace(pointer=0, scales=scales)
-        return cls((q.strides, k.strides, v.strides, out.strides), begins_aligned, paging)
+        aligned = begins_aligned((q.pointer, k.pointer, v.pointer, out.pointer), paging)
+        return cls((q.strides, k.strides, v.strides, out.strides), aligned, paging and paging.without_addresses())
 
     @property
     def is_fp8(self) -> bool:
@@ -173,6 +206,15 @@ class Layout(NamedTuple):
             x.is_compact_cache() if name in cached else x.is_compact()
             for name, x in operands.items() if name not in ("k_pages", "v_pages")
         )  # fmt: skip
+
+
+def begins_aligned(arrays: tuple[int, int, int, int], paging: Paging | None) -> bool:
+    """Whether q, k, v and out begin on 16 bytes, keys and values of 8 bits on 8: what the fast copies need."""
+    q, k, v, out = arrays
+    of_cache = k | v
+    if paging is not None and paging.scales is not None:
+        of_cache *= 2
+    return (q | of_cache | out) % ALIGNMENT == 0
 
 
 def in_c_order(pointer: int, shape: tuple[int, int, int, int]) -> Operand:

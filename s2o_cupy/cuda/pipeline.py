@@ -14,7 +14,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from ..arrays.operand import Call, Layout, Operand, Operands
+from ..arrays.operand import Addresses, Call, Layout, Operands
 from ..caches import remembered
 from ..plan.device import DeviceLimits
 from ..plan.every_tile import every_tile
@@ -29,7 +29,8 @@ from .program import Program, make_context_current
 from .tensor_maps import maps_of_pass1
 
 __all__ = [
-    "Call", "Launched", "Memory", "allocate", "run", "run_in_turn", "run_pass1", "workspace_bytes", "write_every_tile",
+    "Call", "Launched", "Memory", "Prepared", "allocate", "prepared", "run", "run_in_turn", "run_pass1",
+    "workspace_bytes", "write_every_tile",
 ]  # fmt: skip
 
 # Returns the address of so many bytes on the current device and an object that keeps them.
@@ -72,7 +73,9 @@ class Stages(NamedTuple):
 
 
 CALL = Stages(workspace, launches)
-NO_CACHE = (0, 0, 0, 0)  # addresses of one of 8 bits, and of its scales
+
+
+COLLECTED = ("keys", "values")  # of a paged cache, arrays in the workspace
 
 
 class Launched(NamedTuple):
@@ -97,11 +100,7 @@ def run(
     """Attend. With a Pass it is pass 1 alone. ``stream`` is a handle. ``await_keys`` is called before the first launch
     that reads keys before the queries' own, which may be after pass 1. ``taus``: address of each head's tau, float32
     [batch, heads], of a config with an error. Nothing waits for the GPU. Returns what was launched."""
-    program = _prepared(call, config)
-    if isinstance(config, S2OConfig) and config.error is not None and not (taus or program.plan.dense):
-        raise ValueError(f"S2OConfig: error is {config.error}, whose taus nobody has found here; accepted: a tau")
-    graphs = program.run(call, stream, memory, observe, await_keys, taus)
-    return Launched(program.plan, graphs)
+    return _prepared(call, config).run(call.addresses(taus), stream, memory, observe, await_keys)
 
 
 def workspace_bytes(operands: Operands, problem: Problem, config: S2OConfig | Pass) -> int:
@@ -112,15 +111,15 @@ def workspace_bytes(operands: Operands, problem: Problem, config: S2OConfig | Pa
 def run_pass1(call: Call, of_pass: Pass, *, stream: int, memory: Memory = allocate) -> tuple[int, Any]:
     """Pass 1 alone, as in `run`. Returns the address of the state that it leaves, float32 [batch, heads, seqlen_q, 2],
     and what keeps that."""
-    program = _prepared(call, of_pass)
-    address, keeper = memory(program.workspace.nbytes)
-    program.run(call._replace(visited=0), stream, lambda nbytes: (address, keeper))
-    return address + program.workspace.places["state"].offset, keeper
+    found = _prepared(call, of_pass)
+    address, keeper = memory(found.workspace.nbytes)
+    found.run(call._replace(visited=0).addresses(), stream, lambda nbytes: (address, keeper))
+    return address + found.workspace.places["state"].offset, keeper
 
 
 def run_stages(call: Call, config: S2OConfig, stages: Stages, *, stream: int, memory: Memory, taus: int) -> None:
     """Other launches of a plan for the call's problem; else as in `run`."""
-    _prepared(call, config, stages).run(call, stream, memory, taus=taus)
+    _prepared(call, config, stages).run(call.addresses(taus), stream, memory)
 
 
 def run_in_turn(
@@ -132,8 +131,8 @@ def run_in_turn(
     between them. Nothing is launched before all calls are prepared, and nothing waits for the GPU. Returns what was
     launched of each.
     """
-    programs = [_prepared(call, config) for call in calls]
-    workspace_bytes = max(program.workspace.nbytes for program in programs)
+    each = [_prepared(call, config) for call in calls]
+    workspace_bytes = max(x.workspace.nbytes for x in each)
     # Kernels write a contiguous lse, so one with gaps between its heads is written behind the workspace and copied.
     gaps = [bool(x.lse) and x.problem.heads > 1 and x.problem.seqlen_q != lse_stride for x in calls]
     rows_bytes = [4 * call.problem.seqlen_q for call in calls]
@@ -141,10 +140,9 @@ def run_in_turn(
     address, keeper = memory(workspace_bytes + lse_bytes)
     shared = lambda nbytes: (address, keeper)  # noqa: E731
     launched = []
-    for call, program, gap, row in zip(calls, programs, gaps, rows_bytes, strict=True):
+    for call, of_call, gap, row in zip(calls, each, gaps, rows_bytes, strict=True):
         lse = address + workspace_bytes if gap else call.lse
-        graphs = program.run(call._replace(lse=lse), stream, shared)
-        launched.append(Launched(program.plan, graphs))
+        launched.append(of_call.run(call._replace(lse=lse).addresses(), stream, shared))
         if gap:
             runtime.memcpy2DAsync(
                 call.lse, 4 * lse_stride, lse, row, row, call.problem.heads, runtime.memcpyDeviceToDevice, stream
@@ -152,7 +150,12 @@ def run_in_turn(
     return launched
 
 
-def _prepared(call: Call, config: S2OConfig | Pass, stages: Stages = CALL) -> _Prepared:
+def prepared(problem: Problem, config: S2OConfig | Pass, layout: Layout) -> Prepared:
+    """Calls of one kind on the current device, to be run on any addresses."""
+    return _prepare(problem, config, runtime.getDevice(), layout, CALL)
+
+
+def _prepared(call: Call, config: S2OConfig | Pass, stages: Stages = CALL) -> Prepared:
     return _prepare(call.problem, config, runtime.getDevice(), Layout.of(call.operands, call.paging), stages)
 
 
@@ -169,14 +172,14 @@ def write_every_tile(visited: int, problem: Problem, of_pass: Pass, stream: int)
         program.launch(0, stream)
 
 
-class _Prepared:
+class Prepared:
     """A call of one kind: its plan, its workspace and its launches."""
 
     def __init__(
         self, problem: Problem, config: S2OConfig | Pass, device: int, layout: Layout, stages: Stages
     ) -> None:
         operands = layout.operands(problem)
-        self.problem = problem
+        self.problem, self.config = problem, config
         self.plan = make_plan(
             problem, config, device_limits(device), layout.is_aligned(operands), layout.is_compact(operands),
             layout.page_size, layout.is_fp8,
@@ -187,81 +190,85 @@ class _Prepared:
         steps = self.program.launches
         # Whether pass 1 reads no keys but the queries' own.
         self.own_keys_first = not self.plan.dense and problem.is_causal and self.plan.of_pass.window == 0
-        # The launch, pass 1 on Hopper, that takes three tensor maps, and the addresses that they are of.
+        self.needs_taus = isinstance(config, S2OConfig) and config.error is not None and not self.plan.dense
+        # What lies in the workspace where a call has no address of its own for it: a base, and the array's name there.
+        places = self.workspace.places
+        self.own: list[tuple[str, str]] = [(name, name) for name in ("taus", "lse", "visited") if name in places]
+        if layout.is_fp8:
+            self.own += zip(("k", "v"), COLLECTED, strict=True)
+        # The launch, pass 1 on Hopper, that takes three tensor maps, the arrays that they are of, and their addresses.
         self.mapped = next((i for i, x in enumerate(steps) if x.kernel.family.params.map_bytes), None)
+        collected = self.plan.collect_pages is not None
+        k, v = (self.workspace.operand(x, 0) for x in COLLECTED) if collected else (operands["k"], operands["v"])
+        self.map_operands = operands["q"], k, v
         self.map_pointers: tuple[int, ...] = ()
         self.replays = len(steps) > GRAPH_LAUNCHES
+        self._pointed: tuple[Any, ...] = ()  # the addresses that parameters and maps have
 
     def run(
-        self, call: Call, stream: int, memory: Memory, observe: Observer | None = None,
-        await_keys: Await | None = None, taus: int = 0,
-    ) -> str:  # fmt: skip
-        """Returns S2OStats.graphs."""
+        self, at: Addresses, stream: int, memory: Memory, observe: Observer | None = None,
+        await_keys: Await | None = None,
+    ) -> Launched:  # fmt: skip
+        """For the arguments see the module's `run`."""
+        if self.needs_taus and not at.taus:
+            error = getattr(self.config, "error", None)
+            raise ValueError(f"S2OConfig: error is {error}, whose taus nobody has found here; accepted: a tau")
         if await_keys is not None and not (self.own_keys_first and observe is None):
             await_keys()
             await_keys = None
         # A short dense call needs none: to allocate and clear it takes the host as long as a launch does.
         address, keeper = memory(self.workspace.nbytes) if self.workspace.nbytes else (0, None)
-        q, k, v, out = call.operands
-        page_table, cache = 0, NO_CACHE
-        if call.paging is not None:
-            page_table, scales = call.paging.pointer, call.paging.scales
-            if scales is not None:
-                cache = (k.pointer, v.pointer, scales[0].pointer, scales[1].pointer)
-                k, v = (self.workspace.operand(name, address) for name in ("keys", "values"))
-        operands, others = (q, k, v, out), (taus, call.lse, call.visited, address)
-        addresses = (q.pointer, k.pointer, v.pointer, out.pointer, page_table, *cache, *others)
+        graphs = LAUNCHED
         with self.program.lock:
             if observe is not None:
-                self._begin(operands, addresses, stream)
+                self._begin(at, address, stream)
                 self._run_observed(address, keeper, stream, observe)
-            elif not self.replays or await_keys is not None:
-                self._launch(operands, addresses, stream, await_keys)
+            elif self.replays and await_keys is None:
+                graphs = self.program.replay((*at, address), stream, lambda into: self._launch(at, address, into))
             else:
-                return self.program.replay(addresses, stream, lambda into: self._launch(operands, addresses, into))
-        return LAUNCHED
+                self._launch(at, address, stream, await_keys)
+        return Launched(self.plan, graphs)
 
-    def _launch(
-        self, operands: Operands, addresses: tuple[int, ...], stream: int, await_keys: Await | None = None
-    ) -> None:
+    def _launch(self, at: Addresses, address: int, stream: int, await_keys: Await | None = None) -> None:
         """Also into a graph, which copies parameters as any launch does: the program is free for other addresses."""
-        self._begin(operands, addresses, stream)
+        self._begin(at, address, stream)
         for i, step in enumerate(self.program.launches):
             if await_keys is not None and step.stage != "pass1":
                 await_keys()
                 await_keys = None
             self.program.launch(i, stream)
 
-    def _begin(self, operands: Operands, addresses: tuple[int, ...], stream: int) -> None:
-        """Clear what must be 0, and fill in the addresses: of BASES, 0 for what the caller does not ask for."""
-        *others, taus, lse, visited, address = addresses
+    def _begin(self, at: Addresses, address: int, stream: int) -> None:
+        """Clear what must be 0, and fill in the addresses. ``address``: of the workspace."""
         if self.workspace.zeroed:
             runtime.memsetAsync(address, 0, self.workspace.zeroed, stream)
         else:
             make_context_current()
-        if visited:
+        if at.visited:
             if self.plan.dense:
-                write_every_tile(visited, self.problem, self.plan.of_pass, stream)
+                write_every_tile(at.visited, self.problem, self.plan.of_pass, stream)
             else:
                 visited_shape = self.problem.visited_shape(self.plan.of_pass)
-                runtime.memsetAsync(visited, 0, 4 * math.prod(visited_shape), stream)
-        elif "visited" in self.workspace.places:
-            visited = address + self.workspace.places["visited"].offset
-        if not lse and "lse" in self.workspace.places:
-            lse = address + self.workspace.places["lse"].offset
-        if not taus and "taus" in self.workspace.places:
-            taus = address + self.workspace.places["taus"].offset
-        self.program.point_to((*others, taus, lse, visited, address))
-        if self.mapped is not None:
-            q, k, v, _ = operands
-            if self.plan.collect_pages is not None:
-                k, v = (self.workspace.operand(name, address) for name in ("keys", "values"))
-            if (q.pointer, k.pointer, v.pointer) != self.map_pointers:
-                self._write_maps((q, k, v), self.mapped)
+                runtime.memsetAsync(at.visited, 0, 4 * math.prod(visited_shape), stream)
+        if self._pointed != (at, address):  # else it is the call of before
+            self._point_to(at, address)
 
-    def _write_maps(self, operands: tuple[Operand, ...], launch: int) -> None:
-        self.program.map_words(launch)[:] = np.frombuffer(maps_of_pass1(operands, self.plan), np.uint64)
-        self.map_pointers = tuple(x.pointer for x in operands)
+    def _point_to(self, at: Addresses, address: int) -> None:
+        self._pointed = ()  # until all is written: a map may be refused
+        places = self.workspace.places
+        own = {name: address + places[place].offset for name, place in self.own if not getattr(at, name)}
+        bases = at._replace(**own) if own else at
+        self.program.point_to((*bases, address))
+        if self.mapped is not None:
+            k, v = bases.k, bases.v
+            if self.plan.collect_pages is not None:
+                k, v = (address + places[name].offset for name in COLLECTED)
+            pointers = bases.q, k, v
+            if pointers != self.map_pointers:
+                arrays = [x._replace(pointer=to) for x, to in zip(self.map_operands, pointers, strict=True)]
+                self.program.map_words(self.mapped)[:] = np.frombuffer(maps_of_pass1(arrays, self.plan), np.uint64)
+                self.map_pointers = pointers
+        self._pointed = at, address
 
     def _run_observed(self, address: int, keeper: Any, stream: int, observe: Observer) -> None:
         # The device, as a call that needs no memory has no address that tells it.
@@ -277,7 +284,7 @@ class _Prepared:
             observe(step.stage, _Views(arrays, view, self.workspace.places))
 
 
-_prepare = remembered(_Prepared)  # packed sequences have many lengths
+_prepare = remembered(Prepared)  # packed sequences have many lengths
 
 
 class _Views(Mapping[str, Any]):

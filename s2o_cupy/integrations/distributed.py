@@ -289,7 +289,7 @@ class SequenceParallel:
                 f"{self.length} on rank {self.rank} of {self.world_size}, for a sequence of {self.zigzag.seqlen}"
             )
         if out is not None:
-            framework, infos = describe(q=q, k=k, v=v)
+            framework, infos = describe({"q": q, "k": k, "v": v})
             check_out(out, framework, dict(zip("qkv", infos, strict=True)), problem.dtype)
         if self.split == "heads" and problem.kv_heads % self.world_size:
             raise ValueError(

@@ -7,7 +7,7 @@ import numbers
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
-from ..errors import ArgumentError, ArgumentTypeError, ArgumentValueError
+from ..errors import ArgumentError, ArgumentTypeError, ArgumentValueError, without_names
 from ..nearest import meant
 
 __all__ = [
@@ -72,7 +72,7 @@ def names_its_fields(cls: type[_Class]) -> type[_Class]:
                 raise ArgumentTypeError(f"{' and '.join(missing)} is missing; accepted: {', '.join(known)}")
             if len(args) > unnamed:
                 up_to = f"up to {unnamed}, the others by name" if unnamed else "by name"
-                raise ArgumentTypeError(f"{len(args)} come without a name; accepted: {up_to}: {', '.join(known)}")
+                raise ArgumentTypeError(f"{without_names(len(args))}; accepted: {up_to}: {', '.join(known)}")
             make(self, *args, **given)
         except ArgumentError as error:
             error.args = error.args[0], cls.__name__

@@ -368,7 +368,7 @@ class _Calls:
         """Between CUDA events."""
         import cupy
 
-        framework, infos = describe(q=self.arrays[0])
+        framework, infos = describe({"q": self.arrays[0]})
         with framework.scope(infos[0].device, None, self.arrays[:1], host=False):
             stream = cupy.cuda.ExternalStream(framework.stream())
             begin_event, end_event = cupy.cuda.Event(), cupy.cuda.Event()

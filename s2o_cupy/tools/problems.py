@@ -17,7 +17,7 @@ def problem_of(
 ) -> tuple[Problem, str, tuple[Any, ...]]:
     """The problem of a call of `s2o_attention`, its backend and q, k and v as their framework has them (of a DLPack
     producer what can be sliced), or the call's error. ``options``: is_causal, scale, softcap and layout."""
-    _, infos = describe(q=q, k=k, v=v)
+    _, infos = describe({"q": q, "k": k, "v": v})
     backend = parse_backend("auto", infos[0].device, None)
     shapes, dtypes = [x.shape for x in infos], [x.dtype for x in infos]
     return validate(shapes, dtypes, config=config, backend=backend, **options), backend, tuple(x.native for x in infos)

@@ -40,6 +40,15 @@ class Framework:
         """All that a call needs to know of ``x``, at once."""
         raise NotImplementedError
 
+    def look(self, x: Any) -> tuple[Any, ...] | None:
+        """All that `check` and `describe` look at, but for the address: an array that looks as one that was accepted is
+        accepted. None: there is more to it than a glance tells, or it is of another framework."""
+        return None
+
+    def is_current(self, ordinal: int) -> bool:
+        """Whether it is the current device of all that a call uses: then `scope` without a stream has nothing to do."""
+        return False
+
     def pointer(self, native: Any) -> int:
         """Where what ``ArrayInfo.native`` is begins, if no more is asked."""
         return self.describe(native).pointer
@@ -108,6 +117,10 @@ class Framework:
         """A new output in C order, uninitialised."""
         native = (np if host else import_cupy()).empty(shape, numpy_dtype(dtype))
         return Output(native, lambda: self.export(native, like))
+
+    def output_like(self, shape: tuple[int, ...], dtype: str, like: Any, *, host: bool) -> Output:
+        """One of the shape and dtype of the caller's array ``like``, which ``shape`` and ``dtype`` say."""
+        return self.output(shape, dtype, like, host=host)
 
     def output_into(self, out: Any, info: ArrayInfo, *, host: bool) -> Output:
         """An output that is written to the caller's ``out``, of which ``info`` was found."""

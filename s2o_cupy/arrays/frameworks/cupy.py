@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -26,8 +27,14 @@ class CupyFramework(Framework):
         device = Device("cuda", x.data.device_id)
         return ArrayInfo(x.data.ptr, x.shape, x.strides, x.itemsize, dtype_name(x.dtype), device, x)
 
+    def look(self, x: Any) -> tuple[Any, ...] | None:
+        return (x.shape, x.strides, x.dtype, x.data.device_id) if type(x) is sys.modules["cupy"].ndarray else None
+
+    def is_current(self, ordinal: int) -> bool:
+        return import_cupy().cuda.runtime.getDevice() == ordinal
+
     def scope(self, device: Device, stream: Any, arrays: Sequence[Any], *, host: bool) -> AbstractContextManager[Any]:
-        if stream is None and import_cupy().cuda.runtime.getDevice() == device.ordinal:
+        if stream is None and self.is_current(device.ordinal):
             return nullcontext()
         return cupy_scope(device, stream)
 

@@ -41,13 +41,20 @@ class TorchFramework(Framework):
     def describe(self, x: Any) -> ArrayInfo:
         if x.requires_grad:  # refused by check() where it would matter
             x = x.detach()
-        size, dtype = x.element_size(), torch_dtype_name(x.dtype)
-        strides = byte_strides(x.stride(), size)
+        form = form_of(x.shape, x.stride(), x.element_size(), x.dtype, x.device)
         try:
             pointer = x.data_ptr()
         except RuntimeError:
             raise no_address(x) from None
-        return ArrayInfo(pointer, tuple(x.shape), strides, size, dtype, device_of(x.device), x)
+        return ArrayInfo(pointer, *form, x)
+
+    def look(self, x: Any) -> tuple[Any, ...] | None:
+        torch = sys.modules["torch"]
+        if type(x) is not torch.Tensor or x.requires_grad or torch.autograd.forward_ad._current_level >= 0:
+            return None
+        if x.layout is not torch.strided or x.is_nested or x.is_neg():
+            return None
+        return x.shape, x.stride(), x.dtype, x.device
 
     def pointer(self, native: Any) -> int:
         return native.data_ptr()
@@ -56,16 +63,15 @@ class TorchFramework(Framework):
         return torch_dtype_name(x.dtype)
 
     def scope(self, device: Device, stream: Any, arrays: Sequence[Any], *, host: bool) -> AbstractContextManager[Any]:
-        import torch
-
-        if device.kind == "cpu":
-            return nullcontext()
-        # CuPy may come with a CUDA runtime of its own, whose current device need not be PyTorch's.
-        is_current = torch.cuda.current_device() == device.ordinal
-        is_current = is_current and (host or import_cupy().cuda.runtime.getDevice() == device.ordinal)
-        if stream is None and is_current:
+        if device.kind == "cpu" or (stream is None and self.is_current(device.ordinal, host)):
             return nullcontext()
         return self._other_scope(device, stream, arrays, host)
+
+    def is_current(self, ordinal: int, host: bool = False) -> bool:
+        if sys.modules["torch"].cuda.current_device() != ordinal:
+            return False
+        # CuPy may come with a CUDA runtime of its own, whose current device need not be PyTorch's.
+        return host or import_cupy().cuda.runtime.getDevice() == ordinal
 
     @contextmanager
     def _other_scope(self, device: Device, stream: Any, arrays: Sequence[Any], host: bool) -> Iterator[None]:
@@ -147,7 +153,15 @@ class TorchFramework(Framework):
     def output(self, shape: tuple[int, ...], dtype: str, like: Any, *, host: bool) -> Output:
         torch = sys.modules["torch"]
         # torch's own allocator, also under graph capture
-        out = torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+        return self._new(torch.empty(shape, dtype=getattr(torch, dtype), device=like.device), host)
+
+    def output_like(self, shape: tuple[int, ...], dtype: str, like: Any, *, host: bool) -> Output:
+        torch = sys.modules["torch"]
+        if type(like) is not torch.Tensor:  # of a subclass it may be one too
+            return self.output(shape, dtype, like, host=host)
+        return self._new(torch.empty_like(like, memory_format=torch.contiguous_format), host)
+
+    def _new(self, out: Any, host: bool) -> Output:
         if not host:
             return Output(out, lambda: out)
         return self.output_into(out, self.describe(out), host=host)
@@ -159,8 +173,11 @@ def device_of(device: Any) -> Device:
 
 
 @remembered
-def byte_strides(strides: tuple[int, ...], size: int) -> tuple[int, ...]:
-    return tuple(s * size for s in strides)
+def form_of(
+    shape: Any, strides: tuple[int, ...], size: int, dtype: Any, device: Any
+) -> tuple[tuple[int, ...], tuple[int, ...], int, str, Device]:
+    """What an ArrayInfo has between its address and the tensor."""
+    return tuple(shape), tuple(s * size for s in strides), size, torch_dtype_name(dtype), device_of(device)
 
 
 @functools.lru_cache

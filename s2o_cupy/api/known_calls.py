@@ -1,0 +1,97 @@
+"""Calls like one before: of arrays that differ from its arrays by nothing but their addresses.
+
+Such a call has been checked, and what it launches is prepared. What is left to do takes the host a third of the time,
+which counts where kernels are short.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..arrays.array_info import ArrayInfo
+from ..arrays.frameworks import framework_of
+from ..arrays.frameworks.base import Framework
+from ..arrays.operand import Addresses, address, begins_aligned
+from ..caches import remembered
+from ..spec import S2OConfig
+from . import on_gpu
+from .batch import Batch, Form
+from .call import Call
+
+__all__ = ["KnownCall", "find_known_call"]
+
+PLAIN = {type(None), bool, int, float, str, S2OConfig}  # of options: hashable, and never changed in place
+
+
+class KnownCall:
+    """All calls whose arrays look alike and whose options are the same. It is known once it has learned of one."""
+
+    __slots__ = ("batch", "form_of_out", "framework", "ordinal", "prepared", "reaches")
+
+    def __init__(self) -> None:
+        self.batch: Batch | None = None
+        self.framework: Framework
+        self.ordinal: int  # of the device
+        self.form_of_out: Form | None  # of the caller's ``out``
+        self.reaches: list[tuple[int, int]]  # of q, k, v and ``out``: bytes from its address to its begin and to its end
+        self.prepared: dict[bool, Any] = {}  # by whether all arrays begin aligned
+
+    def learn(self, call: Call, batch: Batch) -> None:
+        """``call`` is accepted. It is left unknown unless kernels attend to its arrays as they lie, by one tau or more
+        that nobody has to find."""
+        is_plain = batch.alone and not batch.is_copied and batch.config.error is None and len(batch.parts) == 1
+        if is_plain and not call.host:
+            self.framework, self.ordinal = call.framework, call.infos[0].device.ordinal
+            self.form_of_out = None if call.of_out is None else call.of_out.form
+            self.reaches = [_reach(x) for x in (*call.infos, call.of_out) if x is not None]
+            self.batch = batch  # last, as other threads go by it
+
+    def run(self, q: Any, k: Any, v: Any, out: Any, return_lse: bool) -> Any:
+        """What `run.run` does; None: nothing is done, as only that can say why."""
+        batch = self.batch
+        if batch is None or not self.framework.is_current(self.ordinal):
+            return None
+        framework = self.framework
+        try:
+            of_q, of_k, of_v = framework.pointer(q), framework.pointer(k), framework.pointer(v)
+        except RuntimeError:  # a tensor that stands for others has none
+            return None
+        if out is None:
+            out = framework.output_like(batch.shape_q, batch.whole.dtype, q, host=False).native
+            arrays = of_q, of_k, of_v, framework.pointer(out)
+        else:
+            arrays = of_q, of_k, of_v, framework.pointer(out)
+            if not self._is_apart(arrays):
+                return None
+        lse = framework.output(batch.lse_shape, "float32", q, host=False).native if return_lse else None
+        aligned = begins_aligned(arrays, None)
+        prepared, pipeline = self.prepared.get(aligned), on_gpu.load_pipeline()
+        if prepared is None:
+            layout = on_gpu.layout_of(batch, self.form_of_out, aligned, None)
+            prepared = self.prepared[aligned] = pipeline.prepared(batch.whole, batch.config, layout)
+        at = Addresses(*arrays, lse=0 if lse is None else address(lse))
+        prepared.run(at, framework.stream(), framework.memory(q) or pipeline.allocate)
+        return out if lse is None else (out, lse)
+
+    def _is_apart(self, arrays: tuple[int, ...]) -> bool:
+        """Whether ``out`` shares no byte with q, k and v; no array is empty."""
+        *inputs, (begin, end) = [(at + low, at + high) for at, (low, high) in zip(arrays, self.reaches, strict=True)]
+        return all(end <= low or high <= begin for low, high in inputs)
+
+
+def _reach(x: ArrayInfo) -> tuple[int, int]:
+    low, high = x.byte_range()
+    return low - x.pointer, high - x.pointer
+
+
+def find_known_call(q: Any, k: Any, v: Any, out: Any, *options: Any) -> KnownCall | None:
+    """The one for calls of these arrays and options; None: of arrays of which a glance does not tell all, or options
+    that are not plain values."""
+    look = framework_of("q", q).look
+    looks = look(q), look(k), look(v), () if out is None else look(out)
+    return _known(*looks, *options) if None not in looks and PLAIN.issuperset(map(type, options)) else None
+
+
+@remembered
+def _known(*looks_and_options: Any) -> KnownCall:
+    return KnownCall()
