@@ -118,9 +118,8 @@ def test_an_output_of_the_caller_s(gpu):
     launched, result, long_way = gpu(q, k, v, out=outs[1])
     assert not long_way and result is outs[1]
     assert [x.kernel for x in launched] == [x.kernel for x in expected]
-    for launch in launched:
-        params = b"".join(launch.params.values())
-        assert where(outs[1]) in params and where(outs[0]) not in params
+    params = [b"".join(launch.params.values()) for launch in launched]
+    assert any(where(outs[1]) in x for x in params) and not any(where(outs[0]) in x for x in params)
     assert gpu(q, k, v)[2], "an own output is another call"
     memory = torch.zeros(q.numel() + 4 * 64, dtype=q.dtype)
     of_q = memory[: q.numel()].view(1, 300, 4, 64).transpose(1, 2)

@@ -33,7 +33,7 @@ class KnownCall:
         self.framework: Framework
         self.ordinal: int  # of the device
         self.form_of_out: Form | None  # of the caller's ``out``
-        self.reaches: list[tuple[int, int]]  # of q, k, v and ``out``: bytes from its address to its begin and to its end
+        self.reaches: list[tuple[int, int]]  # of q, k, v and ``out``: bytes from its address to its first and its end
         self.prepared: dict[bool, Any] = {}  # by whether all arrays begin aligned
 
     def learn(self, call: Call, batch: Batch) -> None:
