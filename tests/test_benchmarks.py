@@ -301,6 +301,7 @@ def test_find_tau():
     assert _common.find_tau(lambda tau: tau, 5.0, rising=True) == pytest.approx(1, rel=0.01)  # out of reach
 
 
+@pytest.mark.slow
 def test_scaling(tmp_path):
     text = succeed(
         "scaling.py", "--input", "trace", "--lengths", "1024,2048,4096", "--heads", 2, "--kv-heads", 2, "--errors",

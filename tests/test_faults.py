@@ -5,6 +5,7 @@ Each fault changes the text of one kernel, as a slip of the hand would.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import pytest
@@ -411,16 +412,21 @@ FAULTS = [
 FAULTS += [fault for function, case, rows in (*QUERY_FAULTS, *TAIL_FAULTS) for fault in _faults(function, case, *rows)]
 
 
+@functools.cache
 def kernel_of(function: str) -> Kernel:
     return next(kernel for kernel in kernels_for(90) if kernel.function == function)
+
+
+@functools.cache
+def text_of(function: str) -> str:
+    return compiler.render(kernel_of(function))
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.functions[0]}: {f.name}")
 def test_every_fault_has_its_place(fault):
     """Without a GPU: the sources still hold what each fault changes."""
     for function in fault.functions:
-        kernels_text = compiler.render(kernel_of(function))
-        assert fault.plant(kernels_text) != kernels_text
+        assert fault.plant(text_of(function)) != text_of(function)
 
 
 @pytest.mark.gpu

@@ -199,6 +199,7 @@ def arguments(folder, *more):
     return ["--models", f"A={files},B={files}", "--json", str(folder / "m.json"), *more]
 
 
+@pytest.mark.slow
 def test_model(no_gpu_needed, small_llama, folder, monkeypatch):
     args = model.parse(arguments(
         folder, "--lengths", "300,390", "--base", "dense_up_to=0", "--set", "rank=mean,segment=128,tau=0",

@@ -104,6 +104,7 @@ def test_answers_are_read_one_token_before():
     assert (row["right"], row["right_tokens"], row["as_dense"]) == (0, 0.75, 1)  # of four tokens the first
 
 
+@pytest.mark.slow
 def test_a_run(weights, monkeypatch, tmp_path):
     pretend_a_gpu(monkeypatch, [(_retrieval, "run_retrieval")])
     monkeypatch.setattr(_turns.in_turns, "__defaults__", (0,))  # no warm-up of times that are made up

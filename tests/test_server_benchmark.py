@@ -76,6 +76,7 @@ def measured(server, tmp_path, *arguments):
     return json.loads((tmp_path / "x.json").read_text())["rows"]
 
 
+@pytest.mark.slow
 def test_rows_of_each_part(server, tmp_path):
     """Beside each other: the same prompts, asked in turns; ratios are to the server's own attention."""
     rows = measured(server, tmp_path, "--model", "8b", "--lengths", "64,256", "--many", "8,16,32", "--repeats", 1)

@@ -69,6 +69,7 @@ def test_it_copies_from_far_away(small, text):
     assert loss[620:].mean() < 0.5 * loss[220:499].mean()
 
 
+@pytest.mark.slow
 def test_a_short_run(tmp_path, monkeypatch, capsys):
     """As without a GPU: loss and errors, dense and by S2O, with a tuned one beside them."""
     monkeypatch.setattr(_common, "has_gpu", lambda: False)

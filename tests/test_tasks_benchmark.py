@@ -122,6 +122,7 @@ def pretrained(tmp_path):
 SPARSE = "segment=128,tau=1000,block_n=16,block_m=16,tail=none,rank=mean,dense_up_to=0"
 
 
+@pytest.mark.slow
 def test_tasks(pretrained, monkeypatch, tmp_path):
     pretend_a_gpu(monkeypatch, [(tasks, "run_tasks")])
     loaded = _pretrained.model

@@ -96,6 +96,7 @@ def test_every_argument_reaches_the_calls(qkv):
     agree(error_per_head(q[0], k[0], v[0], SMALL, segments=ALL, **options), expected, 1e-4)
 
 
+@pytest.mark.slow
 def test_a_sample_is_within_its_standard_errors(qkv):
     q, k, v = qkv(1600, heads=2, head_dim=16)
     truth = error_per_head(q, k, v, SMALL, segments=ALL)

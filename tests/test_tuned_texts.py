@@ -91,6 +91,7 @@ def test_several_texts(model):
         tune_model(model, [texts[0], texts[0][:, :90]], **options)
 
 
+@pytest.mark.slow
 def test_one_text_is_a_batch_or_a_list(model):
     rows = torch.cat([prompt(300), prompt(600)[:, 300:]])
     options = {**OPTIONS, "taus": (0.5,), "loss": 9.0, "segments": 100}

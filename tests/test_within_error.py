@@ -31,6 +31,7 @@ def test_each_head_keeps_to_the_error(error):
         np.testing.assert_allclose(o[:, h : h + 1], alone, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_sample_comes_near_it():
     q, k, v = inputs.builtin("trace", length=2800, dtype="float32")
     o, _ = attention_within(q, k, v, 0.05, config=SMALL, segments=16)

@@ -1,7 +1,8 @@
 // The keys that the portable attention tile walks, and the copy of one step of them into shared memory.
 //
 // Each kind of keys has prefetch(step), which starts the copy of the positions that the step needs, and quad(step, r4),
-// which says where four keys of it lie.
+// which says where four keys of it lie. Where has_runs<n>(step), all keys of the step are there, and each n of them, from
+// a multiple of n on, are neighbours: first(step, i) is the position of one, and its rows need no more than an addition.
 #pragma once
 #include "common/pages.cuh"
 #include "sm80/shared.cuh"
@@ -16,6 +17,11 @@ struct ContiguousKeys {
   int count;
   const Pages& pages;
   __device__ __forceinline__ void prefetch(int) const {}
+  template <int kRun>
+  __device__ __forceinline__ bool has_runs(int step) const {
+    return (step + 1) * kStep <= count;
+  }
+  __device__ __forceinline__ int first(int step, int i) const { return shared.first_key + step * kStep + i; }
   // Slots of keys 4 * r4 .. 4 * r4 + 3 of a step; -1 past the end.
   __device__ __forceinline__ int4 quad(int step, int r4) const {
     const int j = step * kStep + r4 * 4, begin = shared.first_key;
@@ -41,6 +47,14 @@ struct UnitKeys {
       cp_async_4(shared_address(&shared.index[step % Traits::kIndexSlots][threadIdx.x]),
                  shared.order + (i >> unit_shift));
   }
+  template <int kRun>
+  __device__ __forceinline__ bool has_runs(int step) const {
+    return (step + 1) * kStep <= count && 1 << unit_shift >= kRun;
+  }
+  __device__ __forceinline__ int first(int step, int i) const {
+    const int unit = shared.index[step % Traits::kIndexSlots][i];
+    return (unit << unit_shift) + (step * kStep + i & (1 << unit_shift) - 1);
+  }
   __device__ __forceinline__ int4 quad(int step, int r4) const {
     const int4 unit = reinterpret_cast<const int4*>(shared.index[step % Traits::kIndexSlots])[r4];
     const int first = step * kStep + r4 * 4;
@@ -63,7 +77,23 @@ __device__ __forceinline__ void load_step(uint32 tile, const uint16* data, const
   constexpr int kRows = Traits::kStep * kChunks / Traits::kThreads;  // rows of a thread: 4 to 16, neighbours
   static_assert(kRows % 4 == 0);
   const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks * kRows;
-#pragma unroll(Traits::kAligned ? kRows : 1)
+  if constexpr (Traits::kAligned && !Traits::kPaged) {
+    constexpr int kRun = kRows < 8 ? kRows : 8;
+    if (keys.template has_runs<kRun>(step)) {  // nearly all steps
+      const bool present = chunk * 8 < head_dim;
+      const uint16* column = data + (present ? chunk * 8 : 0);
+#pragma unroll
+      for (int i = 0; i < kRows; i += kRun) {
+        const uint16* row = column + keys.first(step, first + i) * row_stride;
+        const uint32 rows = tile + (first + i) * (Traits::kHeadDim * 2), place = (chunk ^ (first + i & 7)) << 4;
+#pragma unroll
+        for (int j = 0; j < kRun; ++j, row += row_stride)
+          cp_async_16_or_zeros(rows + j * (Traits::kHeadDim * 2) + (place ^ j << 4), row, present);
+      }
+      return;
+    }
+  }
+#pragma unroll(Traits::kPaged ? kRows : 1)
   for (int i = 0; i < kRows; i += 4) {
     const int4 quad = keys.quad(step, (first + i) / 4);
 #pragma unroll(Traits::kAligned ? 4 : 1)
