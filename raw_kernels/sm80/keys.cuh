@@ -1,10 +1,11 @@
 // The keys that the portable attention tile walks, and the copy of one step of them into shared memory.
 //
 // Each kind of keys has prefetch(step), which starts the copy of the positions that the step needs, and quad(step, r4),
-// which says where four keys of it lie. Where has_runs<n>(step), all keys of the step are there, and each n of them, from
-// a multiple of n on, are neighbours: first(step, i) is the position of one, and its rows need no more than an addition.
+// which says where four keys of it lie. Where has_runs<n>(), each n of a step's, from a multiple of n on, are neighbours:
+// first(step, i) is the position of one, and the next one's row an addition away.
 #pragma once
 #include "common/pages.cuh"
+#include "common/tau_ladder.cuh"
 #include "sm80/shared.cuh"
 
 namespace s2o {
@@ -18,8 +19,8 @@ struct ContiguousKeys {
   const Pages& pages;
   __device__ __forceinline__ void prefetch(int) const {}
   template <int kRun>
-  __device__ __forceinline__ bool has_runs(int step) const {
-    return (step + 1) * kStep <= count;
+  __device__ __forceinline__ constexpr bool has_runs() const {
+    return true;
   }
   __device__ __forceinline__ int first(int step, int i) const { return shared.first_key + step * kStep + i; }
   // Slots of keys 4 * r4 .. 4 * r4 + 3 of a step; -1 past the end.
@@ -48,8 +49,8 @@ struct UnitKeys {
                  shared.order + (i >> unit_shift));
   }
   template <int kRun>
-  __device__ __forceinline__ bool has_runs(int step) const {
-    return (step + 1) * kStep <= count && 1 << unit_shift >= kRun;
+  __device__ __forceinline__ bool has_runs() const {
+    return 1 << unit_shift >= kRun;
   }
   __device__ __forceinline__ int first(int step, int i) const {
     const int unit = shared.index[step % Traits::kIndexSlots][i];
@@ -76,24 +77,25 @@ __device__ __forceinline__ void load_step(uint32 tile, const uint16* data, const
   constexpr int kChunks = Traits::kHeadDim / 8;
   constexpr int kRows = Traits::kStep * kChunks / Traits::kThreads;  // rows of a thread: 4 to 16, neighbours
   static_assert(kRows % 4 == 0);
-  const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks * kRows;
-  if constexpr (Traits::kAligned && !Traits::kPaged) {
+  int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks * kRows;
+  constexpr bool kByRuns = Traits::kAligned && !Traits::kPaged && !kWalksLadder<Traits>;  // others would spill registers
+  if constexpr (kByRuns) {
+    asm volatile("" : "+r"(chunk), "+r"(first));  // or what follows from them would be kept in registers between steps
     constexpr int kRun = kRows < 8 ? kRows : 8;
-    if (keys.template has_runs<kRun>(step)) {  // nearly all steps
-      const bool present = chunk * 8 < head_dim;
-      const uint16* column = data + (present ? chunk * 8 : 0);
+    if (keys.template has_runs<kRun>()) {
+      const int left = chunk * 8 < head_dim ? keys.count - step * Traits::kStep - first : 0;  // rows that are there
 #pragma unroll
       for (int i = 0; i < kRows; i += kRun) {
-        const uint16* row = column + keys.first(step, first + i) * row_stride;
+        const uint16* row = data + chunk * 8 + keys.first(step, first + i) * row_stride;
         const uint32 rows = tile + (first + i) * (Traits::kHeadDim * 2), place = (chunk ^ (first + i & 7)) << 4;
 #pragma unroll
         for (int j = 0; j < kRun; ++j, row += row_stride)
-          cp_async_16_or_zeros(rows + j * (Traits::kHeadDim * 2) + (place ^ j << 4), row, present);
+          cp_async_16_or_zeros(rows + j * (Traits::kHeadDim * 2) + (place ^ j << 4), row, i + j < left);
       }
       return;
     }
   }
-#pragma unroll(Traits::kPaged ? kRows : 1)
+#pragma unroll(Traits::kAligned && !kByRuns ? kRows : 1)
   for (int i = 0; i < kRows; i += 4) {
     const int4 quad = keys.quad(step, (first + i) / 4);
 #pragma unroll(Traits::kAligned ? 4 : 1)
