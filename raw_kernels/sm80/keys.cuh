@@ -69,6 +69,10 @@ struct UnitKeys {
   }
 };
 
+// Whether neighbouring keys are copied together. The others would spill registers.
+template <class Traits>
+constexpr bool kCopiesRuns = Traits::kAligned && !Traits::kPaged && !kWalksLadder<Traits>;
+
 // Starts the copy of one step of keys (or values) into shared memory. `x`: all of them.
 template <class Traits, class Keys>
 __device__ __forceinline__ void load_step(uint32 tile, const uint16* data, const Tensor<const uint16>& x, int head_dim,
@@ -77,10 +81,10 @@ __device__ __forceinline__ void load_step(uint32 tile, const uint16* data, const
   constexpr int kChunks = Traits::kHeadDim / 8;
   constexpr int kRows = Traits::kStep * kChunks / Traits::kThreads;  // rows of a thread: 4 to 16, neighbours
   static_assert(kRows % 4 == 0);
-  int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks * kRows;
-  constexpr bool kByRuns = Traits::kAligned && !Traits::kPaged && !kWalksLadder<Traits>;  // others would spill registers
-  if constexpr (kByRuns) {
-    asm volatile("" : "+r"(chunk), "+r"(first));  // or what follows from them would be kept in registers between steps
+  const int chunk = threadIdx.x % kChunks;
+  int first = threadIdx.x / kChunks * kRows;
+  if constexpr (kCopiesRuns<Traits>) {
+    asm volatile("" : "+r"(first));  // or what follows from it would be kept in registers from step to step
     constexpr int kRun = kRows < 8 ? kRows : 8;
     if (keys.template has_runs<kRun>()) {
       const int left = chunk * 8 < head_dim ? keys.count - step * Traits::kStep - first : 0;  // rows that are there
@@ -95,7 +99,7 @@ __device__ __forceinline__ void load_step(uint32 tile, const uint16* data, const
       return;
     }
   }
-#pragma unroll(Traits::kAligned && !kByRuns ? kRows : 1)
+#pragma unroll(Traits::kAligned && !kCopiesRuns<Traits> ? kRows : 1)
   for (int i = 0; i < kRows; i += 4) {
     const int4 quad = keys.quad(step, (first + i) / 4);
 #pragma unroll(Traits::kAligned ? 4 : 1)
