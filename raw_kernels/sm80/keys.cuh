@@ -81,10 +81,9 @@ __device__ __forceinline__ void load_step(uint32 tile, const uint16* data, const
   constexpr int kChunks = Traits::kHeadDim / 8;
   constexpr int kRows = Traits::kStep * kChunks / Traits::kThreads;  // rows of a thread: 4 to 16, neighbours
   static_assert(kRows % 4 == 0);
-  const int chunk = threadIdx.x % kChunks;
-  int first = threadIdx.x / kChunks * kRows;
+  int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks * kRows;
   if constexpr (kCopiesRuns<Traits>) {
-    asm volatile("" : "+r"(first));  // or what follows from it would be kept in registers from step to step
+    asm volatile("" : "+r"(chunk), "+r"(first));  // or what follows from them would be kept in registers between steps
     constexpr int kRun = kRows < 8 ? kRows : 8;
     if (keys.template has_runs<kRun>()) {
       const int left = chunk * 8 < head_dim ? keys.count - step * Traits::kStep - first : 0;  // rows that are there
