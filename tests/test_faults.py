@@ -245,7 +245,11 @@ FAULTS = [
     ),
     *_faults(
         "pass2", replace(UNITS, tau=0.0),
-        ("half of a unit's keys come twice", "output", "(i & (1 << unit_shift) - 1)", "(i & (1 << unit_shift) - 2)"),
+        ("half of a unit's keys come twice", "output", "(step * kStep + i & (1 << unit_shift) - 1)", "0"),
+    ),
+    *_faults(
+        "pass2", replace(UNITS, tau=0.0, options={"unit": 2, "rank": "weight"}),  # too few to be copied together
+        ("one of two keys comes twice", "output", "(i & (1 << unit_shift) - 1)", "(i & (1 << unit_shift) - 2)"),
     ),
     *_faults(
         "pass2_sm90", replace(HOPPER, tau=0.0),
