@@ -91,7 +91,7 @@ def test_llama_by_itself():
 
 @pytest.mark.parametrize(
     ("split", "ranks"),
-    [("sequence", 0), ("heads", 0), ("sequence", 2), pytest.param("heads", 2, marks=pytest.mark.slow)],
+    [("sequence", 0), ("heads", 0), *(pytest.param(x, 2, marks=pytest.mark.slow) for x in ("sequence", "heads"))],
 )
 def test_multi_gpu(ranks, split):
     pytest.importorskip("torch")

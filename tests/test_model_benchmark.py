@@ -252,6 +252,7 @@ def test_model(no_gpu_needed, small_llama, folder, monkeypatch):
         model.run(args, lambda *told: None)
 
 
+@pytest.mark.slow
 def test_a_tuned_model(no_gpu_needed, small_llama, folder):
     """Each --tune is one more kind of attention, found on the tokens behind the measured ones."""
     args = model.parse(arguments(

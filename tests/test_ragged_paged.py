@@ -22,6 +22,7 @@ def assert_the_loop(*arguments: Any, **options: Any) -> None:
     assert differing(*arguments, **options) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -113,7 +113,7 @@ def test_what_a_prefix_cache_has_is_asked_before(server, monkeypatch, tmp_path):
     assert before == [x[:-16] for x in prompts] and len({tuple(x[:8]) for x in prompts}) == 12
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
+@pytest.mark.parametrize("name", ["vllm", pytest.param("sglang", marks=pytest.mark.slow)])
 def test_answers_are_counted_as_tasks_py_counts_them(server, name, tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

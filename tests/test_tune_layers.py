@@ -100,7 +100,7 @@ def test_the_largest_taus_of_an_error(layers, by):
         assert all(config_of(n, h) == replace(CONFIG, tau=tau) for (n, h), tau in best.items())
 
 
-@pytest.mark.parametrize("by", ["layer", "head"])
+@pytest.mark.parametrize("by", ["layer", pytest.param("head", marks=pytest.mark.slow)])
 def test_an_error_of_just_what_is_asked_for_is_taken(layers, by):
     found = tune_layers(layers, error=0.1, by=by, **options())
     curves = found.curves[0]

@@ -36,8 +36,10 @@ def test_tuned_thresholds_keep_to_the_bound(rng, is_causal):
     assert isinstance(together.config.tau, float) and together.rel_l1.mean() < 0.15
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("per_head", [True, False])
+@pytest.mark.parametrize(
+    ("per_head", "is_causal"),
+    [(True, True), (False, False), *(pytest.param(x, not x, marks=pytest.mark.slow) for x in (True, False))],
+)
 def test_then_values_are_left_out(rng, is_causal, per_head):
     """With the thresholds that are found without; as much as the second bound allows, none of which is above 0."""
     examples = [draw(rng, 700, heads=2, kv_heads=2) for _ in range(2)]
