@@ -369,7 +369,7 @@ struct AttentionTile {
       cp_async_wait<2 * (kStages - 1)>();
       __syncthreads();  // K of this step is there, and every warp is done with V of the step before
       load_v(step + kStages - 1);
-      if constexpr (kStops && kCopiesRuns<Traits>) asm volatile("" : "+r"(warp_row));  // as `first` in load_step
+      if constexpr (kStops && kCopiesRuns<Traits>) asm volatile("" : "+r"(warp_row));  // hidden as in load_step
       scores(s, k_tile(step));
       const int limit = kCausal && Traits::kPaged ? shared.limit : given_limit;
       const bool masked = (step + 1) * kStep > limit;

@@ -69,7 +69,7 @@ struct UnitKeys {
   }
 };
 
-// Whether neighbouring keys are copied together. The others would spill registers.
+// Whether neighbouring keys are copied together. The other kernels would spill registers.
 template <class Traits>
 constexpr bool kCopiesRuns = Traits::kAligned && !Traits::kPaged && !kWalksLadder<Traits>;
 

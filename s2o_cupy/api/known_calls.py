@@ -1,7 +1,7 @@
 """Calls like one before: of arrays that differ from its arrays by nothing but their addresses.
 
-Such a call has been checked, and what it launches is prepared. What is left to do takes the host a third of the time,
-which counts where kernels are short.
+Such a call has been checked, and what it launches is prepared. What is left to do takes the host half of the time:
+that counts where kernels are short.
 """
 
 from __future__ import annotations
