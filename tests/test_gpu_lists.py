@@ -72,18 +72,35 @@ def test_heads_that_share_keys_and_lists(path, qkv, rng, group, kind, per_tile):
 @pytest.mark.parametrize("unit", [1, 64])
 @pytest.mark.parametrize("page_size", [None, 1, 16])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=str)
-def test_tiles_of_64_queries(path, qkv, rng, dtype, head_dim, unit, page_size, options):
-    """And more of them than run at once: on Hopper two a multiprocessor."""
+@pytest.mark.parametrize("few", [8, 32])
+def test_tiles_of_64_queries(path, qkv, rng, dtype, head_dim, unit, page_size, options, few):
+    """And more of them than run at once: on Hopper two a multiprocessor, or one of two heads that share their lists."""
     q, k, v = draw(qkv, dtype, 1100, 777, heads=32, kv_heads=8, head_dim=head_dim)
-    lists = random_lists(rng, q.shape, 777, list_heads=8, unit=unit, per_tile=True, block_m=64)
+    lists = random_lists(rng, q.shape, 777, list_heads=few, unit=unit, per_tile=True, block_m=64)
     found = attend(path, q, k, v, lists, per_tile=True, block_m=64, page_size=page_size, **options)
     assert_defined(found, q, k, v, lists, block_m=64, **options)
 
 
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("kind", ["one", "kv_heads", "heads"])
+@pytest.mark.parametrize("per_tile", [False, True])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_heads_that_share_lists_of_64_queries(path, qkv, rng, group, kind, per_tile, ordered):
+    """On Hopper two of a KV head share a tile if their number is even; each has its own rows, counts and state."""
+    heads = 2 * group
+    q, k, v = draw(qkv, "bfloat16", 400, 500, batch=2, heads=heads, kv_heads=2, head_dim=128)
+    shape = {"list_heads": list_heads(kind, heads, 2), "unit": 64, "segment": 150, "per_tile": per_tile, "block_m": 64}
+    lists = random_lists(rng, q.shape, 500, **shape)
+    order = rng.permuted(np.broadcast_to(np.arange(400), (2, heads, 400)), axis=-1) if ordered else None
+    found = attend(path, q, k, v, lists, per_tile=per_tile, segment=150, block_m=64, q_order=order)
+    assert_defined(found, q, k, v, lists, segment=150, block_m=64, q_order=order)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("seqlen_q", [1, 63, 64, 65, 129])
 @pytest.mark.parametrize("seqlen_k", [1, 63, 64, 65, 127, 128, 129, 193, 300])
-def test_lengths_around_tiles_of_64_queries(path, qkv, rng, seqlen_q, seqlen_k):
-    q, k, v = draw(qkv, "bfloat16", seqlen_q, seqlen_k, head_dim=128)
+def test_lengths_around_tiles_of_64_queries(path, qkv, rng, seqlen_q, seqlen_k, heads):
+    q, k, v = draw(qkv, "bfloat16", seqlen_q, seqlen_k, heads=heads, kv_heads=1, head_dim=128)
     for unit, per_tile in ((1, False), (64, True)):
         lists = all_keys(q.shape, seqlen_k, unit, rng=rng, per_tile=per_tile, block_m=64)
         found = attend(path, q, k, v, lists, per_tile=per_tile, block_m=64)

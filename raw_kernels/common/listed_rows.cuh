@@ -32,21 +32,35 @@ struct ListedAttentionParams : AttentionParams {
   KeyLists lists;
 };
 
-// Row r of a q tile is the r-th of its queries in the caller's order.
-template <int kBlockM>
+// Row r of a q tile is the r-th of its queries in the caller's order. With kHeads = 2 a q tile has the same queries of
+// two neighbouring heads, which share the list: row r of the first, and behind kRows of these row r of the second.
+template <int kBlockM, int kHeads_ = 1>
 struct ListedRows : VisitingRows {
+  static constexpr int kHeads = kHeads_, kRows = kBlockM / kHeads;
   const int* order;  // of the tile's rows: query positions; null: they are neighbours
   int begin, count;
   int listed;        // keys of the tile's list
   int table_heads;
+  const Geometry& geometry;
   __device__ __forceinline__ ListedRows(const ListedAttentionParams& p, uint32 q_tile)
-      : VisitingRows(query_tile(p.chunk, p.tiles, q_tile, !p.lists.per_tile)) {
-    const int first = p.geometry.query_begin(segment) + tile * kBlockM;
+      : VisitingRows(first_heads_tile(p, q_tile)), geometry(p.geometry) {
+    const int first = p.geometry.query_begin(segment) + tile * kRows;
     order = p.lists.q_order ? p.lists.q_order + static_cast<int64>(head) * p.geometry.seqlen_q + first : nullptr;
     begin = order ? 0 : first;
-    count = min(kBlockM, p.geometry.query_count(segment) - tile * kBlockM);
+    count = min(kRows, p.geometry.query_count(segment) - tile * kRows);
     listed = p.lists.keys[list(p)];
     table_heads = p.lists.table_heads;
+  }
+  static __device__ __forceinline__ QueryTile first_heads_tile(const ListedAttentionParams& p, uint32 q_tile) {
+    if constexpr (kHeads == 1) {
+      return query_tile(p.chunk, p.tiles, q_tile, !p.lists.per_tile);
+    } else {
+      Chunk of_pairs = p.chunk;
+      of_pairs.near_heads /= kHeads;
+      QueryTile t = query_tile(of_pairs, p.tiles, q_tile, !p.lists.per_tile);
+      t.head += (t.head - of_pairs.first_head) * (kHeads - 1);
+      return t;
+    }
   }
   // A permutation of keys is a table of pages of one key, and may differ by head.
   __device__ __forceinline__ int table_row(int) const { return head / table_heads; }
@@ -55,9 +69,19 @@ struct ListedRows : VisitingRows {
     const int64 of_segment = list_head * p.chunk.segments + (segment - p.chunk.first_segment);
     return p.lists.per_tile ? of_segment * p.tiles + tile : of_segment;
   }
-  // The query of a row is `begin` more than this; `order`: the tile's.
-  static __device__ __forceinline__ int query(const int* order, int r) { return order ? order[r] : r; }
-  __device__ __forceinline__ int operator()(int r) const { return r < count ? begin + query(order, r) : -1; }
+  static __device__ __forceinline__ int of_head(int r) { return kHeads == 1 ? r : r % kRows; }
+  // The query of a row is `begin` more than this; `order`: the tile's, of its first head.
+  static __device__ __forceinline__ int query(const Geometry& g, const int* order, int r) {
+    if constexpr (kHeads > 1) {
+      asm volatile("" : "+r"(r));  // see unit
+      if (order) order += r / kRows * g.seqlen_q;
+      r = of_head(r);
+    }
+    return order ? order[r] : r;
+  }
+  __device__ __forceinline__ int operator()(int r) const {
+    return of_head(r) < count ? begin + query(geometry, order, r) : -1;
+  }
   __device__ __forceinline__ int first_query() const { return begin; }
 
   // Every row sees every key of the list.

@@ -76,6 +76,8 @@ struct PackedRows : QueryTile {
 // What q tiles of pass 2 have in common: their rows visit a list of keys in its order.
 struct VisitingRows : QueryTile {
   static constexpr bool kOrdered = true, kMayBeEmpty = true;
+  static constexpr int kHeads = 1;  // query heads of a q tile
+  static __device__ __forceinline__ int of_head(int r) { return r; }  // which of its head's rows row r is
   __device__ __forceinline__ explicit VisitingRows(const QueryTile& q_tile) : QueryTile(q_tile) {}
   __device__ __forceinline__ int64 order_row(const AttentionParams& p) const {
     return static_cast<int64>(head) * p.geometry.segments() + segment;
@@ -98,8 +100,8 @@ struct OrderedRows : VisitingRows {
         begin(p.geometry.query_begin(segment)),
         count(min(kBlockM, p.geometry.query_count(segment) - tile * kBlockM)) {}
   // The query of a row is `begin` more than this; `order`: the tile's.
-  static __device__ __forceinline__ int query(const int* order, int r) { return order[r]; }
-  __device__ __forceinline__ int operator()(int r) const { return r < count ? begin + query(order, r) : -1; }
+  static __device__ __forceinline__ int query(const Geometry&, const int* order, int r) { return order[r]; }
+  __device__ __forceinline__ int operator()(int r) const { return r < count ? begin + order[r] : -1; }
   __device__ __forceinline__ int first_query() const { return begin; }
 
   // Every row sees every candidate.

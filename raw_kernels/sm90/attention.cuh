@@ -49,7 +49,7 @@ __device__ __forceinline__ void attend_first(const Mapped<Params>& params, typen
     }
   } else {
     registers_grow<kFirstConsumerRegisters>();
-    Consumer<Traits> my(shared, params.attention);
+    Consumer<FirstTraits<Traits>> my(shared, params.attention);
     run_first(my);
   }
 }

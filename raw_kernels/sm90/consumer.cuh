@@ -63,18 +63,19 @@ struct Consumer {
   __device__ __forceinline__ Consumer(typename Traits::Shared& shared_, const AttentionParams& params_)
       : params(params_), group(threadIdx.x / kWarpgroup - 1), lane(threadIdx.x % 32), shared(shared_) {
     first_row = group * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
-    if (Traits::kConsumers == 2 && group == 1) named_arrive(kTurn, Traits::kConsumerThreads);  // the first goes first
+    if (Traits::kTakesTurns && group == 1) named_arrive(kTurn, Traits::kConsumerThreads);  // the first goes first
   }
 };
 
-// Two warpgroups issue their products in turn. One alone has the other block of its multiprocessor beside it.
+// Two warpgroups issue their products in turn (kTakesTurns). One alone has the other block of its multiprocessor beside
+// it.
 template <class Traits>
 __device__ __forceinline__ void await_turn(const Consumer<Traits>& my) {
-  if constexpr (Traits::kConsumers == 2) named_sync(kTurn + my.group, Traits::kConsumerThreads);
+  if constexpr (Traits::kTakesTurns) named_sync(kTurn + my.group, Traits::kConsumerThreads);
 }
 template <class Traits>
 __device__ __forceinline__ void pass_turn(const Consumer<Traits>& my) {
-  if constexpr (Traits::kConsumers == 2) named_arrive(kTurn + 1 - my.group, Traits::kConsumerThreads);
+  if constexpr (Traits::kTakesTurns) named_arrive(kTurn + 1 - my.group, Traits::kConsumerThreads);
 }
 
 template <class Traits>

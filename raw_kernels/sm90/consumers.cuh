@@ -59,6 +59,18 @@ __device__ __forceinline__ void run_first(Consumer<Traits>& my) {
   }
 }
 
+// Of a q tile of two heads (Rows::kHeads) leaves the part of this warpgroup, whose 64 rows are those of one.
+template <class Rows, class Traits>
+__device__ __forceinline__ void keep_part(const Consumer<Traits>& my, QTile& tile) {
+  if constexpr (Rows::kHeads > 1) {
+    static_assert(Rows::kHeads == Traits::kConsumers, "a head for each warpgroup");
+    tile.head += my.group;
+    tile.head_in_batch += my.group;
+    tile.rows += my.group * Rows::kRows;
+    tile.visited += my.group * my.params.geometry.segments() * my.params.tiles;
+  }
+}
+
 // Pass 2: takes q tiles until none is left. A q tile is done before the next begins, whose rows may take a while to
 // come: nobody knew when this one would stop. `all`: the kernel's parameters, of which params are a part.
 template <class Rows, class Params, class Traits>
@@ -66,7 +78,8 @@ __device__ __forceinline__ void run_second(Consumer<Traits>& my, const Params& a
   for (uint32 nth = 0;; ++nth) {
     const uint32 slot = nth % 2, place = nth % kPlaces;
     if (!take(my, nth)) return;
-    const QTile tile = describe<Traits::kBlockN>(my.params, Rows(all, my.shared.q_tile[place]));
+    QTile tile = describe<Traits::kBlockN>(my.params, Rows(all, my.shared.q_tile[place]));
+    keep_part<Rows>(my, tile);
     const int tiles = tile.key_tiles, limit = tile.limit, rows = tile.rows;
     wait_for_queries(my, nth);
     const int position[2] = {my.shared.rows[slot][my.first_row], my.shared.rows[slot][my.first_row + 8]};
@@ -128,7 +141,8 @@ __device__ __forceinline__ void run_second(Consumer<Traits>& my, const Params& a
     } else {
       store<false>(my, tile, stored, my.m, my.l);
       if constexpr (Rows::kListed) keep_listed_state(my, all, tile, stored);
-      if (threadIdx.x == kWarpgroup) my.params.visited[tile.visited] = stop_checks;
+      const bool writes = Rows::kHeads == 1 ? threadIdx.x == kWarpgroup : threadIdx.x % kWarpgroup == 0;
+      if (writes) my.params.visited[tile.visited] = stop_checks;
     }
     barrier_arrive(my.shared.q_tile_empty[place]);
   }

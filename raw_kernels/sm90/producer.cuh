@@ -88,7 +88,9 @@ __device__ __forceinline__ void look_up_next(const Params& params, Shared& share
   named_sync(kNext, kWarpgroup);  // take_next is done
   if (shared.next.q_tile >= 0) {
     const int thread = threadIdx.x % kWarpgroup;
-    shared.next.row[thread] = row < shared.next.rows ? shared.next.begin + Rows::query(shared.next.q_order, row) : -1;
+    const bool present = Rows::of_head(row) < shared.next.rows;
+    shared.next.row[thread] =
+        present ? shared.next.begin + Rows::query(params.geometry, shared.next.q_order, row) : -1;
     shared.next.unit[thread] = row < shared.next.keys ? Rows::unit(params, shared.next.k_order, row) : -1;
   }
   named_sync(kNext, kWarpgroup);  // everybody has read what the next take_next writes: a q tile may be that short
@@ -105,10 +107,16 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
   const Pages& pages = params.pages;
   const CopyLayout<Traits> layout(g.head_dim);
   const int row = layout.kept_row(), thread = threadIdx.x % kWarpgroup;
+  constexpr int kRows = kBlockM / Rows::kHeads;  // of a head
   const RowUnits<false> q_units(pages, params.q);
   const RowUnits<kPaged> k_units(pages, params.k), v_units(pages, params.v);
   const auto query_units = [&](int position) {
-    if constexpr (Rows::kListed || (kPaged && Traits::kHeadDim > 128)) {  // registers do not suffice to keep them
+    if constexpr (Rows::kHeads > 1) {
+      auto q = params.q;
+      asm volatile("" : "+l"(q.row), "+l"(q.head));
+      const uint32 units = RowUnits<false>(pages, q)(position);
+      return units == kNoRow ? kNoRow : units + row / kRows * static_cast<uint32>(q.head / 8);
+    } else if constexpr (Rows::kListed || (kPaged && Traits::kHeadDim > 128)) {  // registers do not suffice to keep them
       auto q = params.q;
       asm volatile("" : "+l"(q.row));
       return RowUnits<false>(pages, q)(position);
@@ -194,7 +202,7 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
         if (kBlockM == kWarpgroup || row < kBlockM) shared.rows[nth % 2][row] = position;
         layout.template gather<kBlockM>(shared_address(shared.q[slot]),
                                         params.q.at(batch, rows.head_in_batch(params.heads)),
-                                        query_units(position), whole_rows && rows.count == kBlockM);
+                                        query_units(position), whole_rows && rows.count == kRows);
         barrier_arrive_after_copies(shared.q_full[slot]);
         barrier_arrive(shared.q_full[slot]);
         if (!kTakesLate && threadIdx.x == 0) take_next<Rows>(params, shared);

@@ -67,6 +67,7 @@ struct Traits {
   static constexpr int kConsumers = kBlockM / 64;    // warpgroups
   static constexpr int kConsumerWarps = kConsumers * 4;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroup;
+  static constexpr bool kTakesTurns = kConsumers == 2;  // warpgroups issue their products in turn
   static constexpr int kHeadDim = kHeadDim_;  // head_dim rounded up; the columns past head_dim are zeros
   static constexpr int kStages = kStages_;    // key and value tiles in shared memory
   static constexpr bool kPaged = kPaged_;     // k and v are a paged cache
@@ -111,6 +112,13 @@ struct Traits {
 template <class Element, int kHeadDim, int kStages, bool kPaged>
 struct WholeRowTraits : Traits<Element, kHeadDim, kStages, kPaged> {
   static constexpr int kRowsStride = kHeadDim / 64 * kEightRows, kColumnsStride = kEightRows;
+};
+
+// The same as pass 1 takes it up: of head_dim 64 products are so short that waiting for a turn costs more than it brings,
+// if no threads that gather need the issue slots.
+template <class Traits>
+struct FirstTraits : Traits {
+  static constexpr bool kTakesTurns = Traits::kTakesTurns && Traits::kHeadDim > 64;
 };
 
 // Where the 16-byte chunk `c` of row `row` of a tile of k or v stands.

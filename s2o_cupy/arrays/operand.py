@@ -72,12 +72,16 @@ class Operand(NamedTuple):
         both = self.strides[0] | self.strides[1] | 1 << 30
         return both & -both
 
+    def reaches_next_head(self) -> bool:
+        """Whether 32 bits hold such offsets of a head's rows from the first row of the head before it."""
+        return self._reaches(2, past=self.strides[1])
+
     def _maps(self) -> bool:
         return all(0 <= n * ITEM_BYTES < MAX_MAP_STRIDE for n in self.strides)
 
-    def _reaches(self, *axes: int) -> bool:
-        """Whether 32 bits hold the offsets along ``axes``."""
-        reach = sum(self.strides[axis] * max(0, self.shape[axis] - 1) for axis in axes)
+    def _reaches(self, *axes: int, past: int = 0) -> bool:
+        """Whether 32 bits hold the offsets along ``axes``, ``past`` elements further."""
+        reach = past + sum(self.strides[axis] * max(0, self.shape[axis] - 1) for axis in axes)
         return 0 <= reach * ITEM_BYTES < ALIGNMENT * NO_ROW
 
 

@@ -97,7 +97,7 @@ class _ListedPass:
             problem, of_pass, device_limits(device), layout.is_aligned(operands), layout.is_compact(operands),
             layout.page_size,
         )  # fmt: skip
-        self.plan, kernel = listed_plan(plan, shape, problem)
+        self.plan, kernel = listed_plan(plan, shape, problem, operands["q"].reaches_next_head())
         launch = listed_launch(self.plan, kernel, problem, operands, layout.paging, shape.more_params(problem))
         self.program = Program([launch], device)
         self.visited_bytes = 4 * int(np.prod(shape.visited_shape(problem, of_pass.block_m)))

@@ -81,6 +81,7 @@ class Kernel:
     shared_bytes: int = 0  # dynamic shared memory, as the plan counts it
     open_bytes: int = 0  # of these past sizeof(Shared), which ends in an open array; the text has them not
     group: int = 1  # query heads of a KV head among the rows of a thread
+    tile_heads: int = 1  # query heads among the rows of a q tile
     drawn: bool = False  # may attend to a part of the segments (Geometry.drawn)
     clusters: int = 0  # groups of keys of a unit that are told apart, by rank="query"
     own_threads: int = 0  # of a block, where they are not its family's
@@ -199,6 +200,10 @@ class Path:
         """What attends to lists of keys that are given as data. ``skips_values``: and leaves out products with values
         that weigh next to nothing."""
         raise NotImplementedError
+
+    def paired(self, listed: Kernel) -> Kernel | None:
+        """What does the same at tau 0 for two query heads at a time that share lists; None: it has nothing faster."""
+        return None
 
     def laddered(self, pass2: Kernel) -> Kernel:
         """What finds the error of sampled segments at a ladder of taus."""

@@ -84,9 +84,11 @@ class LaunchPlan:
     def pass1_grid(self) -> Grid:
         return Grid(self.whole, self.pass1_tiles, self.blocks(self.pass1, self.whole.rows * self.pass1_tiles))
 
-    def grid(self, chunk: Chunk) -> Grid:
-        """Of pass 2."""
-        return Grid(chunk, self.tiles, self.blocks(self.pass2, chunk.rows * self.tiles))
+    def grid(self, chunk: Chunk, kernel: Kernel | None = None) -> Grid:
+        """Of pass 2, or of a kernel in its place."""
+        kernel = kernel or self.pass2
+        heads = kernel.tile_heads
+        return Grid(chunk, self.tiles, self.blocks(kernel, chunk.rows // heads * self.tiles), heads)
 
 
 # Query rows of a KV head from which a dense call copies the keys and values of its pages to arrays first, where pass 1

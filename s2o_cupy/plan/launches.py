@@ -80,7 +80,7 @@ def listed_launch(
     """Pass 2 by lists of keys, all in one launch; addresses are for the caller to fill in. ``more``: what the
     kernel is given besides AttentionParams."""
     build = Builder(problem, plan.geometry, operands, NO_WORKSPACE, paging)
-    return attention_launch(build, "pass2", kernel, plan.of_pass, plan.grid(plan.whole), **more)
+    return attention_launch(build, "pass2", kernel, plan.of_pass, plan.grid(plan.whole, kernel), **more)
 
 
 def packed_collect_launch(

@@ -241,6 +241,13 @@ class _Hopper(Path):
     def listed(self, pass2: Kernel, skips_values: bool = False) -> Kernel:
         return replace(pass2, family=(_SKIPPING_SM90 if skips_values else _LISTED_SM90)[pass2.family])
 
+    def paired(self, listed: Kernel) -> Kernel | None:
+        """Of tiles of 64: they fill one of 128, which reads keys half as often."""
+        if listed.family is not PASS2_LISTED_HALF_SM90:
+            return None
+        inputs = Inputs(listed.dtype, listed.head_dim, paged=listed.paged, softcap=listed.softcap)
+        return replace(self._kernel(PASS2_LISTED_PAIRS_SM90, inputs), tile_heads=2)
+
     def catalogue(self, inputs: Inputs, limits: DeviceLimits, packed: bool, skips_values: bool) -> Iterator[Kernel]:
         if not inputs.aligned:
             return
@@ -292,6 +299,7 @@ PASS1_SM90, PASS1_PACKED_SM90, PASS1_GATHERED_SM90, PASS1_PACKED_GATHERED_SM90, 
         ("pass2_listed", "pass2", "ListedAttentionParams"),
     )
 )
+PASS2_LISTED_PAIRS_SM90 = replace(PASS2_LISTED_SM90, function="pass2_listed_pairs_sm90")
 PASS2_SKIPPING_SM90 = replace(
     PASS2_LISTED_SM90, function="pass2_skipping_sm90", params_type="SkippingAttentionParams",
     traits=f"SkippingTraits<s2o::{_HOPPER_TRAITS}>",

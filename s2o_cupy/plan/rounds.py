@@ -67,15 +67,17 @@ class Chunk:
 
 
 class Grid(NamedTuple):
-    """The q tiles of a launch of pass 1 or 2: ``tiles`` of each row of ``chunk``, which ``blocks`` of threads take."""
+    """The q tiles of a launch of pass 1 or 2: ``tiles`` of each row of ``chunk``, which ``blocks`` of threads take. A q
+    tile has rows of ``tile_heads`` neighbouring heads."""
 
     chunk: Chunk
     tiles: int
     blocks: int
+    tile_heads: int = 1
 
     @property
     def q_tiles(self) -> int:
-        return self.chunk.rows * self.tiles
+        return self.chunk.rows // self.tile_heads * self.tiles
 
 
 def near_heads(problem: Problem, heads: int) -> int:

@@ -94,6 +94,11 @@ class ScheduleShape:
             "table_heads": self.table_heads or problem.heads,
         }
 
+    def pairs_heads(self, problem: Problem) -> bool:
+        """Whether query heads two and two have the same lists, KV head and row of the page table."""
+        shared = (problem.heads // problem.kv_heads, problem.heads // self.list_heads, self.table_heads)
+        return all(heads % 2 == 0 for heads in shared)
+
     def more_params(self, problem: Problem) -> dict[str, dict[str, int]]:
         """What the kernels are given besides AttentionParams, without addresses."""
         more = {"lists": self.params(problem)}
@@ -111,18 +116,24 @@ class ScheduleShape:
         return max(1, problem.seqlen_q) if self.segment is None else self.segment
 
 
-def listed_plan(plan: LaunchPlan, shape: ScheduleShape, problem: Problem) -> tuple[LaunchPlan, Kernel]:
-    """From the plan of a call with the same arrays to that of pass 2 alone, by lists, and its kernel."""
+def listed_plan(
+    plan: LaunchPlan, shape: ScheduleShape, problem: Problem, heads_near: bool
+) -> tuple[LaunchPlan, Kernel]:
+    """From the plan of a call with the same arrays to that of pass 2 alone, by lists, and its kernel.
+
+    ``heads_near``: 32 bits hold offsets of a head's queries from the head before it, in chunks of 16 bytes.
+    """
     geometry = shape.geometry(problem)
     heads = problem.batch * problem.heads
     whole = Chunk(
         0, heads, 0, geometry.segments, problem.heads // problem.kv_heads, near_heads(problem, heads), 0, 0
     )
     tiles = geometry.block_count(plan.of_pass.block_m)
-    return (
-        replace(plan, geometry=geometry, dense=False, tiles=tiles, whole=whole, chunks=(whole,)),
-        plan.runs_on.listed(plan.pass2, shape.value_skip is not None),
-    )
+    kernel = plan.runs_on.listed(plan.pass2, shape.value_skip is not None)
+    # With a tau a head's rows would wait for the other's to stop.
+    if plan.of_pass.tau == 0 and heads_near and shape.pairs_heads(problem):
+        kernel = plan.runs_on.paired(kernel) or kernel
+    return replace(plan, geometry=geometry, dense=False, tiles=tiles, whole=whole, chunks=(whole,)), kernel
 
 
 def order_lists(
