@@ -162,6 +162,7 @@ PACKED_GATHERED, PACKED_WHOLE_ROWS = partial(of_packed_pages, "hopper", 1), part
 COLLECT = partial(collecting_few, partial(of_pages, COLLECTED, "hopper", 8))
 COLLECT_PACKED = partial(collecting_few, partial(of_packed_pages, "hopper", 8))
 FP8 = partial(sanitize.fp8_differing, sanitize.ragged_on("portable", 100))  # a sequence takes a turn, others do not
+PAIRS = partial(wrong_by_random_lists, replace(LISTED, block_m=64, heads=8, kv_heads=2), "hopper", 64)
 LISTS, LISTS_HOPPER = (partial(wrong_by_random_lists, LISTED, path, 64) for path in ("portable", "hopper"))
 SKIPS, SKIPS_HOPPER = (
     partial(wrong_by_random_lists, LISTED, path, 1, value_skip=-1.0) for path in ("portable", "hopper")
@@ -278,6 +279,16 @@ FAULTS = [
           "return (entry << unit_shift) + 0 * (i & unit_mask);", LISTS_HOPPER, hopper=True),
     Fault("pass2_listed_sm90", "a list's last key is not read", "listed = p.lists.keys[list(p)];",
           "listed = max(p.lists.keys[list(p)] - 1, 0);", LISTS_HOPPER, hopper=True),
+    Fault("pass2_listed_pairs_sm90", "the second head has the queries of the first",
+          "units + row / kRows * static_cast<uint32>(q.head / 8);", "units;", PAIRS, hopper=True),
+    Fault("pass2_listed_pairs_sm90", "the second head's output is the first one's", "tile.head_in_batch += my.group;",
+          "", PAIRS, hopper=True),
+    Fault("pass2_listed_pairs_sm90", "the second head's lse is the first one's", "tile.head += my.group;", "", PAIRS,
+          hopper=True),
+    Fault("pass2_listed_pairs_sm90", "every other pair is left out", "t.head += (t.head - of_pairs.first_head)",
+          "t.head += 0 * (t.head - of_pairs.first_head)", PAIRS, hopper=True),
+    Fault("pass2_listed_pairs_sm90", "nobody says what the second head visits",
+          "tile.visited += my.group * my.params", "tile.visited += 0 * my.params", PAIRS, hopper=True),
     Fault("pass2_skipping", "half as much is slight", "return largest - m <= limit;",
           "return largest - m <= 2.f * limit;", SKIPS),
     Fault("pass2_skipping_sm90", "half as much is slight", "return largest - m <= limit;",

@@ -114,11 +114,45 @@ def test_a_permutation_is_a_page_table(driver, order, heads, stride):
 
 def test_block_m_64(driver):
     """Q tiles of 64 on Hopper: blocks of one computing warpgroup, of which a multiprocessor holds two."""
-    plan, launched = call(driver, 90, segment=128, block_m=64)
+    plan, launched = call(driver, 90, segment=128, block_m=64, list_heads=8)
     assert (plan.path, plan.path_reason, plan.pass1.block_m) == ("hopper", None, 128)
     assert [x.kernel.function for x in launched] == ["pass1_sm90", *["pass2_listed_sm90"] * 2]
     assert [(x.kernel.block_m, x.kernel.threads) for x in launched[1:]] == [(64, 256)] * 2
     assert launched[1].params["tiles"] == 10 and launched[1].kernel.shared_bytes <= 113 * 1024
+
+
+@pytest.mark.parametrize("list_heads", [1, 2])
+def test_two_heads_share_a_tile_of_128_rows(driver, list_heads):
+    """Where q tiles of 64 have one list for both and never stop: half as many tiles, each of 64 queries as before."""
+    _, launched = call(driver, 90, segment=128, block_m=64, list_heads=list_heads)
+    assert [x.kernel.function for x in launched] == ["pass1_sm90", *["pass2_listed_pairs_sm90"] * 2]
+    for x in launched[1:]:
+        assert (x.kernel.block_m, x.kernel.threads, x.kernel.tile_heads) == (128, 384, 2)
+        assert (x.params["tiles"], x.params["q_tiles"]) == (10, 10 * 8 // 2)
+        assert x.params["lists"]["shared_heads"] == 8 // list_heads
+
+
+@pytest.mark.parametrize(
+    ("shape", "schedule"),
+    [
+        (SHAPE, {"list_heads": 8}),
+        (SHAPE, {"tau": 0.1}),
+        (SHAPE, {"order": (1, 8), "is_causal": False}),
+        ((2, 6, 2, *SHAPE[3:]), {"list_heads": 2}),  # three heads of a KV head
+        ((2, 8, 8, *SHAPE[3:]), {}),
+    ],
+    ids=str,
+)
+def test_heads_that_share_too_little_have_tiles_of_their_own(driver, shape, schedule):
+    _, launched = call(driver, 90, shape, block_m=64, **schedule)
+    assert {x.kernel.function for x in launched} - {"pass1_sm90"} == {"pass2_listed_sm90"}
+
+
+@pytest.mark.parametrize(("chunks", "reaches"), [(2**32 - 2, True), (2**32 - 1, False)])
+def test_two_heads_share_a_tile_if_32_bits_reach_both(chunks, reaches):
+    """The last row of a head from the first row of the one before it, in chunks of 16 bytes."""
+    x = Operand(0, (1, 2, 600, 128), (0, chunks * 8 - 599 * 128, 128))
+    assert x.is_compact() and x.reaches_next_head() == reaches
 
 
 def test_block_m_64_with_wide_heads_is_portable(driver):

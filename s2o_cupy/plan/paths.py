@@ -263,7 +263,9 @@ class _Hopper(Path):
         for block_m in self.block_ms_of(inputs.head_dim):
             pass2 = self.pass2(inputs, limits, block_m)
             yield pass2
-            yield self.listed(pass2)  # of the last queries
+            yield (listed := self.listed(pass2))  # of the last queries
+            if paired := self.paired(listed):
+                yield paired
             if skips_values:
                 yield self.listed(pass2, skips_values=True)
 
