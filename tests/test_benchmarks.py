@@ -327,6 +327,7 @@ def test_scaling(tmp_path):
 # ---------------------------------------------------------------- many_gpus.py
 
 
+@pytest.mark.slow
 def test_many_gpus(tmp_path, capfd):
     pytest.importorskip("torch")
     printed_here = succeed(

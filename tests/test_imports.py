@@ -149,6 +149,7 @@ def test_import_is_light():
     assert "s2o_cupy.reference" not in loaded
 
 
+@pytest.mark.slow
 def test_integrations_import_only_their_framework():
     """One after the other in one interpreter, as PyTorch takes seconds."""
     loaded = loaded_after("from s2o_cupy.integrations import head_groups, plugins, zigzag")

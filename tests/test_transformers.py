@@ -308,6 +308,7 @@ def test_a_tau_by_itself():
 # ---------------------------------------------------------------- torch.compile
 
 
+@pytest.mark.slow
 def test_compiled_prefill(model, ids, logits):
     """Whole graphs that hold the operator: a prompt, and a chunk whose mask was made outside of the graph."""
     graphs = []

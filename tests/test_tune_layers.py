@@ -117,6 +117,7 @@ def test_an_error_that_no_tau_reaches_is_dense(layers, monkeypatch):
     assert "tau 0 is dense attention" in found.table() and "On a GPU a call of 400 keys is plain dense" in found.table()
 
 
+@pytest.mark.slow
 def test_a_density_is_spent_where_it_pays(layers):
     """No denser than asked for; and with less error than the one tau that is as sparse."""
     config = replace(CONFIG, segment=64, block_m=32, block_n=32)

@@ -69,6 +69,7 @@ def pretended(monkeypatch):
     return pretend
 
 
+@pytest.mark.slow
 def test_several_texts(model):
     """Of different lengths: as one model runs on each, and every token counts alike."""
     texts = [prompt(300), prompt(700)[:, 200:]]
