@@ -79,9 +79,9 @@ def sample_for(compute_capability: int) -> tuple[Kernel, ...]:
     Of an architecture that kernels are written for, the passes of its path with every head_dim, 64 as float16 and more
     as bfloat16; with 128 also every block_m, and unaligned rows, a paged cache and capped scores, each alone; with 256
     a paged cache. Of that of the fastest path so too what all share; of anything else one kernel of each function. So
-    too of passes over packed sequences, which differ from the others in how a tile is found, and of ladders of taus of
-    the paths that are not the fastest. Of another architecture one
-    kernel of each pass: what differs there is how many registers and how much shared memory they take.
+    too of passes over packed sequences, which differ from the others in how a tile is found, and of ladders of taus on a
+    path that is not its own. Of another architecture one kernel of each pass: what differs there is how many registers
+    and how much shared memory they take.
     """
     limits, own = DeviceLimits.of_architecture(compute_capability), path_of(compute_capability)
     passes = {
@@ -99,7 +99,9 @@ def sample_for(compute_capability: int) -> tuple[Kernel, ...]:
         once |= shared
     for path in passes:
         of_packed = _functions(path, limits, packed=True) - _functions(path, limits, packed=False)
-        few = of_packed if path is own else {*of_packed, path.laddered(path.pass2(Inputs(*SAMPLE), limits, 128)).function}
+        few = set(of_packed)
+        if path is not own:
+            few.add(path.laddered(path.pass2(Inputs(*SAMPLE), limits, path.block_ms[-1])).function)
         whole -= few
         once |= few
     sample: dict[tuple[object, ...], Kernel] = {}
