@@ -76,12 +76,12 @@ def _of_sampled_segments(inputs: Inputs, path: Path, limits: DeviceLimits) -> It
 def sample_for(compute_capability: int) -> tuple[Kernel, ...]:
     """Some of `kernels_for`, which stand for the others.
 
-    Of an architecture that kernels are written for, the passes of its path with every head_dim, 64 as float16 and more
-    as bfloat16; with 128 also every block_m, and unaligned rows, a paged cache and capped scores, each alone; with 256
-    a paged cache. Of that of the fastest path so too what all share; of anything else one kernel of each function. So
-    too of passes over packed sequences, which differ from the others in how a tile is found, and of ladders of taus on a
-    path that is not its own. Of another architecture one kernel of each pass: what differs there is how many registers
-    and how much shared memory they take.
+    Of an architecture that kernels are written for, the passes of its path with every head_dim, 64 as float16 and
+    more as bfloat16; with 128 also every block_m, and unaligned rows, a paged cache and capped scores, each alone;
+    with 256 a paged cache. Of that of the fastest path so too what all share; of anything else one kernel of each
+    function. So too of passes over packed sequences, which differ from the others in how a tile is found, and of
+    ladders of taus on a path that is not its own. Of another architecture one kernel of each pass: what differs
+    there is how many registers and how much shared memory they take.
     """
     limits, own = DeviceLimits.of_architecture(compute_capability), path_of(compute_capability)
     passes = {
