@@ -93,6 +93,7 @@ def test_figures_are_those_of_the_call():
     assert len(found["sweep"]) == len(demo.SWEEP) + 1
 
 
+@pytest.mark.slow
 def test_an_error_instead_of_a_tau(tmp_path, capsys):
     """The taus that it finds stand beside the sweep; the picture has a point for it."""
     pytest.importorskip("matplotlib")

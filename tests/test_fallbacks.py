@@ -119,7 +119,9 @@ def test_every_reason_has_words():
     assert given | {"chunked attention", "mask function"} == REASONS.keys()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))]
+)
 def test_counts_of_a_compiled_model(model, ids, backend, caplog):
     """Each run of a graph counts, not its making; what a graph leaves to sdpa too."""
     s2o = register(config=DENSE, per_layer={1: None}, min_seqlen=100)
