@@ -149,10 +149,13 @@ def test_heads_that_share_too_little_have_tiles_of_their_own(driver, shape, sche
 
 
 @pytest.mark.parametrize(("chunks", "reaches"), [(2**32 - 2, True), (2**32 - 1, False)])
-def test_two_heads_share_a_tile_if_32_bits_reach_both(chunks, reaches):
+def test_two_heads_share_a_tile_if_32_bits_reach_both(driver, monkeypatch, chunks, reaches):
     """The last row of a head from the first row of the one before it, in chunks of 16 bytes."""
     x = Operand(0, (1, 2, 600, 128), (0, chunks * 8 - 599 * 128, 128))
     assert x.is_compact() and x.reaches_next_head() == reaches
+    monkeypatch.setattr(Operand, "reaches_next_head", lambda self: reaches)
+    _, launched = call(driver, 90, block_m=64)
+    assert {x.kernel.function == "pass2_listed_pairs_sm90" for x in launched} == {reaches}
 
 
 def test_block_m_64_with_wide_heads_is_portable(driver):

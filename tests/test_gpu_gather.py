@@ -120,6 +120,19 @@ def test_permutations_of_keys(path, qkv, order, unit, head_dim):
     assert_meant(attend(q, k, v, schedule, path=path), q, k, v, schedule)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("list_heads", [1, 2, 8])
+@pytest.mark.parametrize(
+    "rules", [{"is_causal": False}, {"segment": 128}, {"segment": 128, "sinks": 9, "window": 30}, {"order": (1, 2)}],
+    ids=str,
+)  # fmt: skip
+def test_tiles_of_64_queries_after_a_dense_part(path, qkv, head_dim, list_heads, rules):
+    """On Hopper two heads that share lists fill a tile: each resumes its own state, and leaves it after the sinks."""
+    q, k, v = draw(qkv, "bfloat16", 400, 700, heads=8, kv_heads=2, head_dim=head_dim, batch=2)
+    schedule = schedule_of(400, 700, list_heads=list_heads, block_m=64, **rules)
+    assert_meant(attend(q, k, v, schedule, path=path), q, k, v, schedule)
+
+
 @pytest.mark.parametrize("options", [{"scale": 0.3}, {"softcap": 2.0}, {"softcap": 2.0, "order": (1, 2)}], ids=str)
 def test_options(path, qkv, options):
     q, k, v = draw(qkv, "bfloat16", 400, 700, heads=4, kv_heads=2, head_dim=128)

@@ -86,7 +86,7 @@ def test_tiles_of_64_queries(path, qkv, rng, dtype, head_dim, unit, page_size, o
 @pytest.mark.parametrize("per_tile", [False, True])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_heads_that_share_lists_of_64_queries(path, qkv, rng, group, kind, per_tile, ordered):
-    """On Hopper two of a KV head share a tile if their number is even; each has its own rows, counts and state."""
+    """On Hopper two of a KV head share a tile if their number is even; each has its own rows and counts."""
     heads = 2 * group
     q, k, v = draw(qkv, "bfloat16", 400, 500, batch=2, heads=heads, kv_heads=2, head_dim=128)
     shape = {"list_heads": list_heads(kind, heads, 2), "unit": 64, "segment": 150, "per_tile": per_tile, "block_m": 64}

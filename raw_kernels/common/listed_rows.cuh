@@ -73,7 +73,7 @@ struct ListedRows : VisitingRows {
   // The query of a row is `begin` more than this; `order`: the tile's, of its first head.
   static __device__ __forceinline__ int query(const Geometry& g, const int* order, int r) {
     if constexpr (kHeads > 1) {
-      asm volatile("" : "+r"(r));  // see unit
+      asm volatile("" : "+r"(r));  // as `unit` does it
       if (order) order += r / kRows * g.seqlen_q;
       r = of_head(r);
     }

@@ -8,7 +8,7 @@
 //   -> out and lse of every row that has candidates; visited [batch * heads, segments, tiles]
 //
 // pass2_listed_sm90 is the same with queries and keys as KeyLists says, and perhaps no state to resume;
-// pass2_listed_pairs_sm90 with 64 queries of two heads that share lists, which have no tau;
+// pass2_listed_pairs_sm90's q tiles have 64 queries of each of two heads that share lists, at tau 0;
 // pass2_skipping_sm90 leaves out values besides.
 // pass2_ladder_sm90 writes no output: it finds the error at each tau of a ladder.
 #include "sm90/attention.cuh"

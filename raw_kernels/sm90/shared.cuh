@@ -114,8 +114,8 @@ struct WholeRowTraits : Traits<Element, kHeadDim, kStages, kPaged> {
   static constexpr int kRowsStride = kHeadDim / 64 * kEightRows, kColumnsStride = kEightRows;
 };
 
-// The same as pass 1 takes it up: of head_dim 64 products are so short that waiting for a turn costs more than it brings,
-// if no threads that gather need the issue slots.
+// The same for pass 1 by tensor maps. Products of head_dim 64 are so short that waiting for a turn costs more than it
+// brings; in pass 2 it does not, and pass 1 that gathers has not been measured without.
 template <class Traits>
 struct FirstTraits : Traits {
   static constexpr bool kTakesTurns = Traits::kTakesTurns && Traits::kHeadDim > 64;
