@@ -33,6 +33,7 @@ def errors_of(device, o, exact):
     return np.sqrt(squared(device.host(o) - dense) / squared(dense))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("length", "error"), [(2000, 0.03), (2000, 0.1), pytest.param(5000, 0.03, marks=pytest.mark.slow)]
 )
@@ -238,7 +239,7 @@ def test_calls_that_come_again(path_config, gpu):
 # ---------------------------------------------------------------- S2OStats.error_per_head
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("asks", ["tau", "taus", "error"])
 @pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
 def test_stats_estimate_the_error(device, qkv, asks, layout):

@@ -65,6 +65,7 @@ def test_without_causality_queries_may_outnumber_keys(device, qkv):
     device.assert_dense(device.attend(q, k, v, tau=0, is_causal=False), q, k, v, is_causal=False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (8, 1), (16, 2), (6, 2)])
 def test_grouped_query_attention(device, qkv, heads, kv_heads):
     q, k, v = qkv(200, batch=2, heads=heads, kv_heads=kv_heads)
@@ -83,6 +84,7 @@ def test_scale(device, qkv, scale):
     device.assert_dense(device.attend(q, k, v, tau=0, scale=scale), q, k, v, scale=scale)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("options", [{"softcap": 2.0}, {"softcap": 30}, {"softcap": 1.0, "scale": -0.4}], ids=str)
 def test_softcap(device, qkv, head_dim, options):

@@ -26,6 +26,7 @@ def assert_same_rows(device, o, expected, rows):
     np.testing.assert_allclose(o[:, :, begin : rows.stop], expected[:, :, begin : rows.stop], rtol=0, atol=unit)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e4])
 @pytest.mark.parametrize("tau", [0, 0.05])

@@ -114,6 +114,7 @@ def test_an_error_instead_of_a_tau(tmp_path, capsys):
     assert f"\n error {found['overall']['density']:9.3f} {found['overall']['rel_l2']:9.4f}\n" in text
 
 
+@pytest.mark.slow
 def test_a_tau_for_each_head(tmp_path, capsys):
     """As s2o_attention takes it: its point stands beside the sweep."""
     pytest.importorskip("matplotlib")
@@ -142,6 +143,7 @@ def test_heads_that_a_picture_shows():
         assert len(shown) == 8 and head in shown and shown == sorted(set(shown))
 
 
+@pytest.mark.slow
 def test_what_differs_from_the_defaults_is_said(capsys, monkeypatch):
     monkeypatch.setattr(launch_plan, "DENSE_UP_TO", 8192)
     assert cli.main(["demo", "--length", "600", "--block-n", "64", "--segment", "64", "--no-picture"]) == cli.OK

@@ -38,6 +38,7 @@ def test_whole_segments(last, expected):
     assert dense_from(config, 900) == expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rank", ["weight", "mean"])
 @pytest.mark.parametrize("tail", ["none", "first_order"])
 def test_rows_and_visits(device, qkv, tail, rank):
@@ -97,6 +98,7 @@ def test_chunks_of_a_prompt(device, qkv, segments):
         np.testing.assert_array_equal(bits(o), bits(whole[:, :, begin:end]))
 
 
+@pytest.mark.slow
 def test_a_sample_counts_them(qkv):
     q, k, v = qkv(900, heads=4, kv_heads=2)
     config = S2OConfig(segment=64, block_m=16, block_n=16, tau=STOPS, dense_last=200)

@@ -249,7 +249,7 @@ SMALL_CASES = {
 LONG_ROWS = [name for name, case in SMALL_CASES.items() if case.problem().seqlen_k > 1 << 18]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[pytest.mark.slow] if x in LONG_ROWS[1:] else []) for x in SMALL_CASES]
 )

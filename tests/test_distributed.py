@@ -298,6 +298,7 @@ def _heads_go_in_stages(rank, world_size, folder, stages, expected):
         _assert_same(both.gather(x, 2), y)
 
 
+@pytest.mark.slow
 def test_two_processes(torch, tmp_path):
     """Lengths that divide evenly, that do not, and that leave chunks empty."""
     seqlens = [4 * SEGMENT, 600, 3 * SEGMENT, 50]

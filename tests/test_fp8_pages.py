@@ -79,6 +79,7 @@ def assert_bits_of_16(
     return found, (q, k_pages, v_pages, table), given
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize(("head_dim", "page_size"), [(64, 1), (128, 16), (256, 256), (72, 8)])
 def test_bits_of_a_16_bit_cache(device, qkv, rng, layout, head_dim, page_size):
@@ -198,6 +199,7 @@ def test_sequences_of_their_own_lengths(device, qkv, rng):
             np.testing.assert_array_equal(bits(x), bits(y))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("workspace_bytes", [1 << 28, 1 << 20], ids=["one launch", "in turns"])
 def test_packed_queries(device, rng, workspace_bytes):
     """Short sequences share a launch and the kernel that reads their pages, or as many as the workspace holds; longer

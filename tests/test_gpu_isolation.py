@@ -112,6 +112,7 @@ def test_scores_beyond_2_to_22(device, qkv, head_dim):
 # ---------------------------------------------------------------- two passes
 
 
+@pytest.mark.sampled(2)
 @everywhere()
 @pytest.mark.parametrize("value", HOSTILE)
 def test_a_future_key_of_the_segment(device, qkv, head_dim, value):
@@ -126,6 +127,7 @@ def test_a_future_key_of_the_segment(device, qkv, head_dim, value):
                      attend(device, q, k, v, two_passes(device)), spot)  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @everywhere()
 @pytest.mark.parametrize("value", HOSTILE)
 @pytest.mark.parametrize("tau", [0.0, 0.05])

@@ -32,7 +32,7 @@ def assert_as_alone(run, config):
     return together
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tail", ["none", "first_order"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_each_head_has_the_bits_of_its_own_tau(device, qkv, head_dim, tail):

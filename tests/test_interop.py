@@ -231,6 +231,7 @@ def test_numpy_backend_for_gpu_arrays(library, expected, config):
         np.testing.assert_array_equal(library.host(out), o)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [np.dtype(np.float16), BFLOAT16], ids=lambda d: d.name)
 def test_out(library, expected, config, dtype):
     if not served(library, dtype):

@@ -212,6 +212,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 def test_shards():
     """Of two devices: each attends its own by shard_map."""
     if not hasattr(jax, "shard_map"):

@@ -66,9 +66,9 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "products"),
     [
-        ("pass1_sm90-float16-d128-s2", 16), ("pass2_sm90-float16-d128-s2", 16), ("pass2_sm90-bfloat16-d64-s2", 12),
+        ("pass1_sm90-bfloat16-d128-s2", 16), ("pass2_sm90-bfloat16-d128-s2", 16), ("pass2_sm90-bfloat16-d64-s2", 12),
         ("pass2_sm90-float16-d128-m64-s2", 12), ("pass2_listed_sm90-bfloat16-d64-m64-s2", 8),
-        ("nsa_window_sm90-float16-d128", 12),
+        ("nsa_window_sm90-bfloat16-d128", 12),
     ],
 )  # fmt: skip
 def test_scores_and_outputs_are_in_flight_together(name, products, folder):
@@ -76,11 +76,30 @@ def test_scores_and_outputs_are_in_flight_together(name, products, folder):
     assert any(stage.products == products and stage.pending == 1 for stage in stages(name, folder))
 
 
+@pytest.mark.parametrize("name", ["pass1_sm90-bfloat16-d128-s2", "pass2_sm90-bfloat16-d128-s2"])
+def test_a_turn_is_passed_to_products_that_are_ready(name, folder):
+    """Scores are issued one after the other, with what describes queries and keys in uniform registers, and the turn is
+    passed before the last product of an output."""
+    found = re.findall(r"HGMMA|R2UR|BAR\.ARV|BAR\.SYNC|gsb0", disassembled(name, folder))
+    code = " ".join(found)
+    assert "BAR.SYNC" + 8 * " HGMMA" + " gsb0" in code
+    assert 7 * "HGMMA " + "BAR.ARV HGMMA gsb0" in code
+
+
+@pytest.mark.parametrize("name", ["pass1_sm90-bfloat16-d128-s2"])
+def test_weights_are_packed_under_exponentials(name, folder):
+    """Those of most of a key tile: nothing holds the packing behind the last of them."""
+    tiles = re.findall(r"MUFU\.EX2|F2FP|HGMMA|BRA", disassembled(name, folder))
+    blocks = [block.split() for block in re.split(r"HGMMA|BRA", " ".join(tiles))]
+    whole = [block for block in blocks if block.count("F2FP") == 32 and block.count("MUFU.EX2") >= 32]
+    assert any("MUFU.EX2" in block[block.index("F2FP") + 16 :] for block in whole)
+
+
 @pytest.mark.parametrize(
     ("name", "exponentials"),
     [
-        ("pass2_sm90-float16-d128-s2", 128), ("pass2_sm90-float16-d128-m64-s2", 64),
-        ("pass1_sm90-float16-d256-s2", 32), ("nsa_window_sm90-float16-d128", 32),
+        ("pass2_sm90-bfloat16-d128-s2", 128), ("pass2_sm90-float16-d128-m64-s2", 64),
+        ("pass1_sm90-float16-d256-s2", 32), ("nsa_window_sm90-bfloat16-d128", 32),
     ],
 )  # fmt: skip
 def test_exponentials_run_under_the_output(name, exponentials, folder):

@@ -71,6 +71,7 @@ def test_a_method_of_ones_own(no_gpu_needed, small_llama, folder, torch):  # noq
         methods.parse(["--models", "A=a.py:b.npz:c.npy", "--method", f"{folder}/mine.py:other"])
 
 
+@pytest.mark.slow
 def test_methods(no_gpu_needed, small_llama, folder, torch):  # noqa: F811
     """Those that choose everything have dense attention's loss; others have not."""
     pytest.importorskip("matplotlib")

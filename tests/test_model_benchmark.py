@@ -294,6 +294,7 @@ def test_both_ways_round(torch, no_gpu_needed, small_llama, folder, measure, mon
     assert model.halves(text, 200, "first")[1] is text
 
 
+@pytest.mark.slow
 def test_parts_of_a_model(no_gpu_needed, small_llama, folder):
     """Alone a part leaves the others' columns out; an error is the same whatever S2O did in the layers before."""
     rows = {}

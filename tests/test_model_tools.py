@@ -206,6 +206,7 @@ def test_units_that_cannot_be_larger_stay(model, ids, monkeypatch):
         assert tune_model(model, ids, loss=9.0, by="model", taus=(1.0,), **OPTIONS).coarse == coarse
 
 
+@pytest.mark.slow
 def test_layers_that_matter_little_get_larger_taus(ids):
     """A layer whose output reaches nothing takes the largest tau at no cost."""
     model = llama(initializer_range=0.15)

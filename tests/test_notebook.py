@@ -24,6 +24,7 @@ def numbers(text):
     return [float(number.replace(",", "")) for number in NUMBER.findall(text)]
 
 
+@pytest.mark.slow
 def test_cells_run_and_print_what_was_saved(monkeypatch):
     """In words the same, in numbers nearly: sums differ by machine, and so does a density where a stop is close."""
     plt = pytest.importorskip("matplotlib.pyplot")

@@ -84,6 +84,7 @@ def test_problems(device, qkv, rng, lengths, options):
     assert_same_bits(device, q, k, v, rng, 16, "NHD", **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("row", [5, 299, 650, 699])
 @pytest.mark.parametrize("value", [np.nan, np.inf])

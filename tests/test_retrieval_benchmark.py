@@ -134,6 +134,7 @@ def test_a_run(weights, monkeypatch, tmp_path):
     assert len(_common.table(rows, _retrieval.COLUMNS).splitlines()) == 21
 
 
+@pytest.mark.slow
 def test_a_run_without_a_gpu(weights, monkeypatch):
     """Small, by the reference, without times; the methods are those asked for."""
     monkeypatch.setattr(_common, "has_gpu", lambda: False)

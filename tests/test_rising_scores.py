@@ -43,6 +43,24 @@ def test_what_matters_most_comes_last(device, rng, reach, shift):
         device.assert_dense(o, q, k, v, scale=1.0, is_causal=is_causal)
 
 
+@pytest.mark.parametrize("shift", [-40, 0, 40])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_maximum_of_either_sign(device, rng, head_dim, shift):
+    """Of rows side by side whose scores rise, fall or are all the same, over six key tiles. Pass 1 on Hopper compares
+    scores as integers once no row of a warp has a negative maximum."""
+    length = 700
+    q, k = np.zeros((1, 2, length, head_dim)), np.zeros((1, 1, length, head_dim))
+    q[..., 0] = rng.choice([-20, -1, 0, 1, 20], (1, 2, length))
+    q[..., 1] = 1
+    k[..., 0] = np.linspace(-1, 1, length)
+    k[..., 1] = shift
+    v = rng.standard_normal(k.shape)
+    config = replace(device.config, segment=1024, dense_up_to=length)
+    for is_causal in (True, False):
+        o = device.attend(q, k, v, config=config, tau=0, scale=LOG2, is_causal=is_causal)
+        device.assert_dense(o, q, k, v, scale=LOG2, is_causal=is_causal)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_score_that_is_no_number(device, rng, value):
     """It shows in the rows that see it, as in dense attention, wherever it stands in the order."""

@@ -57,6 +57,7 @@ def backend(graphs):
     return compile_graph
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_runs_between_two_graphs(tensors, graphs, call):
     compiled = torch.compile(lambda q, k, v: call(q * 2, k, v) + 1, backend=backend(graphs), dynamic=True)

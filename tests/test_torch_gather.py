@@ -54,6 +54,7 @@ def test_same_results_as_the_call(tensors, rng, rules):
     assert torch.equal(o.transpose(1, 2), expected[0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rules", RULES, ids=str)
 def test_the_operator_obeys_pytorchs_rules(tensors, rng, rules):
     """Schema, fake implementation and tracing, static and dynamic, by PyTorch's own checker."""

@@ -90,6 +90,7 @@ def test_backward_inside_autocast(torch, rng):
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @drawn(
     seqlen_q=st.integers(1, 150), before=st.sampled_from([0, 0, 1, 7, 40]), window=st.integers(1, 200),

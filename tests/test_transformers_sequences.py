@@ -125,6 +125,7 @@ def test_packed_by_position_ids(model, ids):
     assert_same_tokens(found, logits_of(model, "sdpa", ids, **options), torch.ones_like(positions))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_what_s2o_leaves_to_sdpa_is_what_sdpa_does(model, ids, side):
     """Bit for bit: the mask that was not made is, and is transformers' own."""

@@ -100,6 +100,7 @@ def test_what_is_given_is_left_out(rng):
     assert skips.skipped((1, 1, 1, 1)).item() == 32 * 64
 
 
+@pytest.mark.slow
 def test_on_the_trace():
     """The lower the limit the less is left out, and the smaller the error; -inf leaves out nothing."""
     q, k, v = inputs.builtin("trace", dtype="float32", length=1536)

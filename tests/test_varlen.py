@@ -68,12 +68,14 @@ def assert_the_loop(device, host, lengths_q, lengths_k, **options):
 # ---------------------------------------------------------------- the same as a loop
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "is_causal"), MASKS)
 def test_the_bits_of_a_loop(device, packed, name, is_causal):
     lengths = FULL[name]
     assert_the_loop(device, packed(*lengths), *lengths, is_causal=is_causal)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("head_dim", [1, 33, 64, 80, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 3), (8, 1)])
 def test_heads_of_every_size(device, packed, heads, kv_heads, head_dim):
@@ -81,6 +83,7 @@ def test_heads_of_every_size(device, packed, heads, kv_heads, head_dim):
     assert_the_loop(device, packed(*lengths, heads=heads, kv_heads=kv_heads, head_dim=head_dim), *lengths)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -62,6 +62,7 @@ def test_exact_rows_are_dense_attention():
     assert script.error(expected, found) < 1e-5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["S2O", "S2O, curve", "S2O, rank=weight", "mean pooling", "Sparge"])
 def test_errors_rise_with_what_is_left_out(name):
     """S2O with next to nothing left out is dense attention but for rounding to bfloat16, in the order of the tokens as

@@ -36,7 +36,7 @@ struct Consumer {
   float mass[2];                       // this thread's part of the sum since then
   float rescale_by[2];                 // what the new maximum makes of the output so far
   float ceiling[2];                    // pass 2: m need not move for unscaled scores up to this
-  bool settled;                        // pass 2: every row of the warp has such a ceiling
+  bool settled;                        // pass 2: every row of the warp has such a ceiling; pass 1: no m is negative
   ValueGroup<kSkipsValues<Traits>> values;  // the warpgroup's rows
   uint32 skips = 0;                    // a bit for each block of the key tile whose values it leaves out
 
@@ -60,8 +60,11 @@ struct Consumer {
   float kept_tau;
   LadderWalk<Traits, Traits::kDimTiles * 2, Traits::kConsumerThreads> ladder;
 
+  // `group` from one lane: the compiler then knows that a warp has one, and what describes its queries to wgmma stays
+  // in uniform registers.
   __device__ __forceinline__ Consumer(typename Traits::Shared& shared_, const AttentionParams& params_)
-      : params(params_), group(threadIdx.x / kWarpgroup - 1), lane(threadIdx.x % 32), shared(shared_) {
+      : params(params_), group(__shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0)),
+        lane(threadIdx.x % 32), shared(shared_) {
     first_row = group * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
     if (Traits::kTakesTurns && group == 1) named_arrive(kTurn, Traits::kConsumerThreads);  // the first goes first
   }

@@ -41,8 +41,7 @@ __device__ __forceinline__ void run_first(Consumer<Traits>& my) {
     wait_for_queries(my, nth);
     q = queries(my, nth);
     issue_scores(my, q);
-    issue_output(my);
-    pass_turn(my);
+    issue_output<0, true>(my);
     stop_check(my, rows);
     keep_state(my);
     start_empty(my);

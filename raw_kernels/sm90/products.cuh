@@ -22,14 +22,21 @@ __device__ __forceinline__ void issue_scores(Consumer<Traits>& my, uint32 q) {
   wgmma_commit();
 }
 
-// acc += p v of the next value tile, in flight. kSkips: a bit for each block of it that is left out.
-template <uint32 kSkips = 0, class Traits>
+// Products of an output that are issued after the turn has been passed: the other warpgroup's first one is then asked
+// for while they run.
+template <class Traits>
+constexpr int kAfterTurn = Traits::kHeadDim == 64 ? 2 : 1;
+
+// acc += p v of the next value tile, in flight. kSkips: a bit for each block of it that is left out. kPassesTurn: passes
+// this warpgroup's turn.
+template <uint32 kSkips = 0, bool kPassesTurn = false, class Traits>
 __device__ __forceinline__ void issue_output(Consumer<Traits>& my) {
   barrier_wait(my.shared.v_full[my.v_ring.slot], my.v_ring.parity);
   const uint32 v = tile_descriptor(shared_address(my.shared.v[my.v_ring.slot]), Traits::kColumnsStride);
   wgmma_fence();
 #pragma unroll
   for (int j = 0; j < Traits::kKeyTiles; j += 2) {
+    if (kPassesTurn && j == Traits::kKeyTiles - 2 * kAfterTurn<Traits>) pass_turn(my);
     if (kSkips >> (j * 8 / kValueKeys) & 1) continue;
     const uint32 a[4] = {my.p[j][0], my.p[j][1], my.p[j + 1][0], my.p[j + 1][1]};
     Wgmma<typename Traits::Element>::template rs<Traits::kRowsStride>(

@@ -11,7 +11,6 @@ constexpr float kLarge = 4194304.f;  // 2^22, see weigh
 constexpr float kHeadroom = 14.f;
 template <class Traits>
 constexpr float kDepth = Traits::Element::kWide ? 30.f : 14.f;
-constexpr int kEarly = 4;  // key tiles of 8 whose weights are under way while scores are compared
 
 template <class Traits>
 __device__ __forceinline__ void start_empty(Consumer<Traits>& my) {
@@ -20,6 +19,7 @@ __device__ __forceinline__ void start_empty(Consumer<Traits>& my) {
     my.m[h] = -infinity();
     my.l[h] = my.mass[h] = 0.f;
   }
+  my.settled = false;
 }
 
 template <class Traits>
@@ -94,29 +94,37 @@ __device__ __forceinline__ bool settles(float m) {
   return m >= -kDepth<Traits> && m <= kLarge;
 }
 
-// The weights of key tile j, exp2(s * scale - base) in both rows, to `to`, and their sums. Four partial sums a row
-// keep the pipeline full: of a multiprocessor's quarter one warp is here at a time.
+// Turns the scores of key tile j into weights, exp2(s * scale - base) in both rows, and adds these to `sum`. Four partial
+// sums a row keep the pipeline full: of a multiprocessor's quarter one warp is here at a time.
 template <class Traits>
-__device__ __forceinline__ void weigh(const Consumer<Traits>& my, int j, const float (&scale)[2],
-                                      const float (&base)[2], float* to, float (&sum)[2][4]) {
+__device__ __forceinline__ void weigh(Consumer<Traits>& my, int j, const float (&scale)[2], const float (&base)[2],
+                                      float (&sum)[2][4]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float x = exp2_approx(fmaf(my.s[j * 4 + 2 * h], scale[h], -base[h]));
-    const float y = exp2_approx(fmaf(my.s[j * 4 + 2 * h + 1], scale[h], -base[h]));
+    float &x = my.s[j * 4 + 2 * h], &y = my.s[j * 4 + 2 * h + 1];
+    x = exp2_approx(fmaf(x, scale[h], -base[h]));
+    y = exp2_approx(fmaf(y, scale[h], -base[h]));
     sum[h][j % 4] += x + y;
-    to[2 * h] = x;
-    to[2 * h + 1] = y;
   }
 }
 
-// Weights of all scores relative to their maximum, to which m moves. kSettles: settled_softmax may follow. kSettled:
-// m stays in rows that have a ceiling and no score above it.
-//
-// A vote of the warp only says which code runs: what becomes of a row depends on its own scores alone, and the same
-// bits come out whichever code it is. Else a key that only later rows see would change how an earlier one is rounded.
-template <bool kSettles, bool kSettled = false, class Traits>
-__device__ __forceinline__ void weigh(Consumer<Traits>& my) {
-  float top[2][4];  // four partial maxima, for the same reason
+// The largest score that a thread has of each row, or any lower one where m cannot move: once no maximum of the warp is
+// negative only scores above 0 count, and those compare as their bits do, three at a time. Of head_dim 64, with
+// half the products to each score, pass 1 is 1 % slower so.
+template <bool kSettles, class Traits>
+__device__ __forceinline__ void find_highest(const Consumer<Traits>& my, float (&highest)[2]) {
+  if (!kSettles && Traits::kHeadDim > 64 && my.settled) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int top[2] = {};
+#pragma unroll
+      for (int j = 0; j < Traits::kKeyTiles; ++j)
+        top[j % 2] = largest_bits(top[j % 2], my.s[j * 4 + 2 * h], my.s[j * 4 + 2 * h + 1]);
+      highest[h] = __int_as_float(max(top[0], top[1]));
+    }
+    return;
+  }
+  float top[2][4];  // four partial maxima, as of sums
 #pragma unroll
   for (int i = 0; i < 4; ++i)
 #pragma unroll
@@ -126,15 +134,27 @@ __device__ __forceinline__ void weigh(Consumer<Traits>& my) {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       top[h][j % 4] = fmaxf(top[h][j % 4], fmaxf(my.s[j * 4 + 2 * h], my.s[j * 4 + 2 * h + 1]));
+#pragma unroll
+  for (int h = 0; h < 2; ++h) highest[h] = fmaxf(fmaxf(top[h][0], top[h][1]), fmaxf(top[h][2], top[h][3]));
+}
+
+// Weights of all scores relative to their maximum, to which m moves. kSettles: settled_softmax may follow. kSettled:
+// m stays in rows that have a ceiling and no score above it.
+//
+// A vote of the warp only says which code runs: what becomes of a row depends on its own scores alone, and the same
+// bits come out whichever code it is. Else a key that only later rows see would change how an earlier one is rounded.
+template <bool kSettles, bool kSettled = false, class Traits>
+__device__ __forceinline__ void weigh(Consumer<Traits>& my) {
+  float highest[2];
+  find_highest<kSettles>(my, highest);
   float scale[2] = {my.params.scale_log2, my.params.scale_log2}, base[2];
   bool large[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float highest = fmaxf(fmaxf(top[h][0], top[h][1]), fmaxf(top[h][2], top[h][3]));
-    highest = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, 1));
-    highest = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, 2));
-    const bool stays = kSettled && settles<Traits>(my.m[h]) && highest <= my.ceiling[h];
-    const float x = stays ? my.m[h] : fmaxf(my.m[h], highest * my.params.scale_log2);
+    highest[h] = fmaxf(highest[h], __shfl_xor_sync(kFullWarp, highest[h], 1));
+    highest[h] = fmaxf(highest[h], __shfl_xor_sync(kFullWarp, highest[h], 2));
+    const bool stays = kSettled && settles<Traits>(my.m[h]) && highest[h] <= my.ceiling[h];
+    const float x = stays ? my.m[h] : fmaxf(my.m[h], highest[h] * my.params.scale_log2);
     base[h] = x == -infinity() ? 0.f : x;
     my.rescale_by[h] = exp2_approx(my.m[h] - base[h]);
     my.m[h] = x;
@@ -143,7 +163,11 @@ __device__ __forceinline__ void weigh(Consumer<Traits>& my) {
     // Not negative: then bits compare like numbers.
     if constexpr (kSettles) my.ceiling[h] = fmaxf(__fdividef(x + kHeadroom, my.params.scale_log2), 0.f);
   }
-  if constexpr (kSettles) my.settled = __all_sync(kFullWarp, settles<Traits>(my.m[0]) && settles<Traits>(my.m[1]));
+  if constexpr (kSettles) {
+    my.settled = __all_sync(kFullWarp, settles<Traits>(my.m[0]) && settles<Traits>(my.m[1]));
+  } else if (!my.settled) {
+    my.settled = __all_sync(kFullWarp, my.m[0] >= 0.f && my.m[1] >= 0.f);
+  }
   // exp2(s * scale - base) in one instruction is off by the rounding of base; where that is more than half a unit
   // the product is rounded first, so that the weight of the maximum is exactly 1. For the warp's other rows s * 1
   // changes nothing.
@@ -161,7 +185,7 @@ __device__ __forceinline__ void weigh(Consumer<Traits>& my) {
   }
   float sum[2][4] = {};
 #pragma unroll
-  for (int j = 0; j < Traits::kKeyTiles; ++j) weigh(my, j, scale, base, &my.s[j * 4], sum);
+  for (int j = 0; j < Traits::kKeyTiles; ++j) weigh(my, j, scale, base, sum);
 #pragma unroll
   for (int h = 0; h < 2; ++h)
     my.mass[h] = my.mass[h] * my.rescale_by[h] + ((sum[h][0] + sum[h][1]) + (sum[h][2] + sum[h][3]));
@@ -179,17 +203,13 @@ __device__ __forceinline__ void softmax(Consumer<Traits>& my, int limit, int row
 
 // The same in pass 2 after a q tile's first keys. Where keys are ordered the most important came first and m is
 // all but settled: it stays where it is until a score is kHeadroom above it (and above 0). That shows in the scores'
-// bits, three at a time and without asking the row's other threads, while the first weights are under way. True if m
-// has moved in a row of the warp; then `rescale_by` says by how much, and is 1 in the others.
+// bits, three at a time and without asking the row's other threads. True if m has moved in a row of the warp; then
+// `rescale_by` says by how much, and is 1 in the others.
 template <class Traits>
 __device__ __forceinline__ bool settled_softmax(Consumer<Traits>& my, int limit, int rows, int tile) {
   cap(my);
   mask<false>(my, limit);
   if constexpr (kSkipsValues<Traits>) find_skips(my, limit, rows, tile);
-  const float scale[2] = {my.params.scale_log2, my.params.scale_log2}, base[2] = {my.m[0], my.m[1]};
-  float early[kEarly * 4], sum[2][4] = {};
-#pragma unroll
-  for (int j = 0; j < kEarly; ++j) weigh(my, j, scale, base, &early[j * 4], sum);
   bool above = !my.settled;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -203,10 +223,10 @@ __device__ __forceinline__ bool settled_softmax(Consumer<Traits>& my, int limit,
     weigh<true, true>(my);
     return true;
   }
+  const float scale[2] = {my.params.scale_log2, my.params.scale_log2}, base[2] = {my.m[0], my.m[1]};
+  float sum[2][4] = {};
 #pragma unroll
-  for (int i = 0; i < kEarly * 4; ++i) my.s[i] = early[i];
-#pragma unroll
-  for (int j = kEarly; j < Traits::kKeyTiles; ++j) weigh(my, j, scale, base, &my.s[j * 4], sum);
+  for (int j = 0; j < Traits::kKeyTiles; ++j) weigh(my, j, scale, base, sum);
 #pragma unroll
   for (int h = 0; h < 2; ++h) my.mass[h] += (sum[h][0] + sum[h][1]) + (sum[h][2] + sum[h][3]);
   return false;

@@ -68,8 +68,7 @@ __device__ __forceinline__ int walk(Consumer<Traits>& my, uint32 nth, uint32 q, 
         store_last(my, nth - 1);
         await_turn(my);
       }
-      issue_output<skips_of_last.value>(my);
-      pass_turn(my);
+      issue_output<skips_of_last.value, true>(my);
       // Here, as it runs under the products.
       if (at_stop_check) vote(my, rows, tile / Traits::kTilesPerStopCheck - 1, nth);
       wgmma_wait<1>();
@@ -78,6 +77,7 @@ __device__ __forceinline__ int walk(Consumer<Traits>& my, uint32 nth, uint32 q, 
       if constexpr (kFirst) {
         softmax<true>(my, limit - tile * Traits::kBlockN);
         await_output(my);
+        pack(my);  // beside the exponentials, most of which ptxas has after the wait; in pass 2 few are left then
       } else {
         moved = settled_softmax(my, limit - tile * Traits::kBlockN, rows, tile);
         wgmma_wait<0>();
@@ -86,7 +86,7 @@ __device__ __forceinline__ int walk(Consumer<Traits>& my, uint32 nth, uint32 q, 
     });
     release_v(my);
     if (moved) rescale(my);
-    pack(my);
+    if (!kFirst) pack(my);
     // The output is that of the tiles before this one, and so is l, which has this one's mass added at its stop check.
     if constexpr (kWalksLadder<Traits>) keep_stopped(my, stops);
   }

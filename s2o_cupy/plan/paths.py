@@ -16,7 +16,7 @@ from .device import DeviceLimits
 from .kernels import BOX_COLUMNS, Family, Inputs, Kernel, Path, padded_head_dim
 from .rounds import STEP
 
-__all__ = ["HOPPER", "PATHS", "PORTABLE", "choose_path", "device_path", "is_written_for", "path_of"]
+__all__ = ["HOPPER", "PATHS", "PORTABLE", "WRITTEN_FOR", "choose_path", "device_path", "is_written_for", "path_of"]
 
 
 # --- mma.sync, compute capability 8.0 and newer ---
@@ -334,9 +334,11 @@ _PACKED_SM90 = {
 PATHS: tuple[Path, ...] = (HOPPER, PORTABLE)  # the fastest first
 
 
+WRITTEN_FOR = (80, 90)  # compute capabilities that kernels are written for; others run those
+
+
 def is_written_for(compute_capability: int) -> bool:
-    """Whether kernels are written for just this compute capability; others run those."""
-    return compute_capability in (80, 90)
+    return compute_capability in WRITTEN_FOR
 
 
 def path_of(compute_capability: int) -> Path | None:

@@ -16,12 +16,12 @@ from ..plan.every_tile import KERNEL as EVERY_TILE
 from ..plan.head_taus import KERNEL as HEAD_TAUS
 from ..plan.kernels import HEAD_DIMS, Inputs, Kernel, Path
 from ..plan.launch_plan import COLLECT_PAGES
-from ..plan.paths import PATHS, is_written_for, path_of
+from ..plan.paths import PATHS, WRITTEN_FOR, is_written_for, path_of
 from ..selection.methods import METHODS
 
 __all__ = ["kernels_for", "sample_for"]
 
-SAMPLE = ("bfloat16", 128)
+SAMPLE = Inputs("bfloat16", 128)
 
 
 def kernels_for(compute_capability: int) -> tuple[Kernel, ...]:
@@ -41,7 +41,7 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
         yield from fp8_kernels(dtype)
     arrays = ((True, False), (False, False), (True, True))  # aligned, paged: a paged cache is always aligned
     for dtype, head_dim, (aligned, paged) in itertools.product(("float16", "bfloat16"), HEAD_DIMS, arrays):
-        sample, plain = (dtype, head_dim) == SAMPLE, aligned and not paged
+        sample, plain = (dtype, head_dim) == (SAMPLE.dtype, SAMPLE.head_dim), aligned and not paged
         for softcap in (False, True) if sample or plain else (False,):
             inputs = Inputs(dtype, head_dim, aligned, paged, softcap)
             for path in paths:
@@ -74,51 +74,37 @@ def _of_sampled_segments(inputs: Inputs, path: Path, limits: DeviceLimits) -> It
 
 # --- A sample, for who cannot wait for all of them ---
 def sample_for(compute_capability: int) -> tuple[Kernel, ...]:
-    """Some of `kernels_for`, which stand for the others.
+    """Some of `kernels_for`, which stand for the others: of a function one kernel, of bfloat16 and head_dim 128.
 
-    Of an architecture that kernels are written for, the passes of its path with every head_dim, 64 as float16 and
-    more as bfloat16; with 128 also every block_m, and unaligned rows, a paged cache and capped scores, each alone;
-    with 256 a paged cache. Of that of the fastest path so too what all share; of anything else one kernel of each
-    function. So too of passes over packed sequences, which differ from the others in how a tile is found, and of
-    ladders of taus on a path that is not its own. Of another architecture one kernel of each pass: what differs
-    there is how many registers and how much shared memory they take.
+    Of an architecture that kernels are written for all functions that no earlier one has. On the fastest path also its
+    passes of head_dim 256 over a paged cache, where registers are fewest, but for those over packed sequences. Of
+    another architecture the passes of its path: what differs there is how many registers and how much shared memory
+    they take.
     """
-    limits, own = DeviceLimits.of_architecture(compute_capability), path_of(compute_capability)
-    passes = {
-        path: {x.function for x in path.catalogue(Inputs(*SAMPLE), limits, packed=True, skips_values=True)}
-        for path in PATHS
-        if path.runs_on(compute_capability)
-    }
-    kernels = kernels_for(compute_capability)
-    shared = {kernel.function for kernel in kernels} - set().union(*passes.values())
-    whole: set[str] = set()
-    once: set[str] = set().union(*passes.values())
+    kernels, limits = kernels_for(compute_capability), DeviceLimits.of_architecture(compute_capability)
+    functions, own = {kernel.function for kernel in kernels}, path_of(compute_capability)
     if is_written_for(compute_capability):
-        whole = {name for path, names in passes.items() if path is own for name in names}
-        whole |= shared if own is PATHS[0] else set()
-        once |= shared
-    for path in passes:
-        of_packed = _functions(path, limits, packed=True) - _functions(path, limits, packed=False)
-        few = set(of_packed)
-        if path is not own:
-            few.add(path.laddered(path.pass2(Inputs(*SAMPLE), limits, path.block_ms[-1])).function)
-        whole -= few
-        once |= few
-    sample: dict[tuple[object, ...], Kernel] = {}
+        for earlier in WRITTEN_FOR[: WRITTEN_FOR.index(compute_capability)]:
+            functions -= {kernel.function for kernel in kernels_for(earlier)}
+    else:
+        functions = set() if own is None else _passes(own, limits, packed=True)
+    tight = set() if own is not PATHS[0] else _passes(own, limits, packed=False)
+    sample: dict[tuple[str, int], Kernel] = {}
     plain: dict[str, set[str]] = {}  # some functions are for a paged cache only
     for kernel in kernels:
-        variants = _variants(kernel) - plain.setdefault(kernel.function, _variants(kernel))
-        if kernel.function in whole:
-            if shown := _shown(kernel, variants):
-                place = (kernel.function, *shown)
-                sample[place] = kernel  # of several the last, with the most rows
-        elif kernel.function in once and not variants and (kernel.dtype, kernel.head_dim) == SAMPLE:
-            sample[(kernel.function,)] = kernel
+        variants = _variants(kernel)
+        least = plain.setdefault(kernel.function, variants)
+        if kernel.dtype != SAMPLE.dtype:
+            continue
+        is_plain = kernel.function in functions and kernel.head_dim == SAMPLE.head_dim and variants == least
+        if is_plain or (kernel.function in tight and kernel.head_dim == max(HEAD_DIMS) and variants == {"paged"}):
+            sample[kernel.function, kernel.head_dim] = kernel  # of several the last, with the most rows
     return tuple(sample.values())
 
 
-def _functions(path: Path, limits: DeviceLimits, packed: bool) -> set[str]:
-    inputs = (Inputs(*SAMPLE, paged=paged) for paged in (False, True))
+def _passes(path: Path, limits: DeviceLimits, packed: bool) -> set[str]:
+    """Their functions."""
+    inputs = (Inputs(SAMPLE.dtype, SAMPLE.head_dim, paged=paged) for paged in (False, True))
     return {x.function for of in inputs for x in path.catalogue(of, limits, packed=packed, skips_values=True)}
 
 
@@ -127,14 +113,3 @@ def _variants(kernel: Kernel) -> set[str]:
         "unaligned": not kernel.aligned, "paged": kernel.paged, "softcap": kernel.softcap, "drawn": kernel.drawn,
     }  # fmt: skip
     return {name for name, is_so in of.items() if is_so}
-
-
-def _shown(kernel: Kernel, variants: set[str]) -> tuple[object, ...]:
-    """What a kernel of the sample is compiled for that others of its function are not; empty: it is not of it."""
-    if (kernel.dtype, kernel.head_dim) == SAMPLE:
-        if len(_variants(kernel)) > 1:
-            return ()
-        return (kernel.head_dim, kernel.threads, *variants) if variants else (kernel.head_dim, kernel.block_m)
-    dtype = "float16" if kernel.head_dim == 64 else "bfloat16"
-    shown = not variants or (kernel.head_dim == max(HEAD_DIMS) and variants == {"paged"})  # where registers are fewest
-    return (kernel.head_dim, kernel.threads, *variants) if kernel.dtype == dtype and shown else ()
