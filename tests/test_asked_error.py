@@ -85,6 +85,7 @@ def test_sequences_of_a_batch_have_taus_of_their_own(device, qkv):
         np.testing.assert_array_equal(bits(stats.tau_per_head[b]), bits(of_one.tau_per_head[0]))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", [{"scale": -0.2}, {"softcap": 2.0}, {"layout": "BSHD"}], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 33])
 def test_options(device, qkv, options, head_dim):
@@ -301,6 +302,7 @@ def test_stats_go_to_other_processes(qkv):
         _ = found.error_per_head
 
 
+@pytest.mark.slow
 def test_the_whole_sequence_decides(qkv):
     """Unlike with a tau: rows far before a change stop elsewhere, as docs/tuning.md says."""
     q, k, v = qkv(1500, heads=4, kv_heads=2)

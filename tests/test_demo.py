@@ -77,6 +77,7 @@ def test_demo(tmp_path, capsys):
     assert found["path"] in (("portable", "hopper") if has_gpu() else ("numpy",))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("by_reference")
 def test_figures_are_those_of_the_call():
     qkv, config = inputs.builtin("trace", length=600, dtype="float32"), replace(demo.CONFIG, segment=128, tau=0.03)

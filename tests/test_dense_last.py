@@ -85,6 +85,7 @@ def test_ragged_pages(device, packed, rng):
     assert not differing(device, rng, host, lengths_q, lengths_k, 16, "HND", config=config)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("segments", [1, 3])
 def test_chunks_of_a_prompt(device, qkv, segments):
     """A call for each is told which of its queries are among the prompt's last: together they are the whole call."""

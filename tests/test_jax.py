@@ -89,6 +89,7 @@ def test_layouts(arrays, ndim, is_causal):
     equal(lse, expected[1])
 
 
+@pytest.mark.sampled(2)
 def test_vmap_is_one_call(arrays, way, monkeypatch):
     """A mapped axis joins the batch, also twice, with arrays that are not mapped, and where there is no batch axis."""
     calls = []

@@ -92,6 +92,7 @@ def assert_numbers(o, stats, dense, density, rel_l2, rel_l1):
     assert metrics.rel_l1(o, dense) == pytest.approx(rel_l1, abs=6e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("config", "density", "rel_l2", "rel_l1"), TRACE, ids=str)
 def test_the_trace(trace, config, density, rel_l2, rel_l1):
     q, k, v, dense = trace

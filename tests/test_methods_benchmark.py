@@ -47,6 +47,7 @@ def test_help():
     assert result.returncode == 0 and all(x in result.stdout for x in ("--plot", "--method", "--models"))
 
 
+@pytest.mark.slow
 def test_a_method_of_ones_own(no_gpu_needed, small_llama, folder, torch):  # noqa: F811
     """By its file, in the same table; the result names no folder."""
     (folder / "mine.py").write_text(pathlib.Path(own_methods.__file__).read_text())

@@ -43,7 +43,7 @@ def assert_same_bits(
 # ---------------------------------------------------------------- the same bits
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("lengths", [(301, 779), (320, 832)])
 @pytest.mark.parametrize("page_size", [1, 16, 32, 256])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -201,6 +201,7 @@ def clock(train, monkeypatch):
     return now
 
 
+@pytest.mark.slow
 def test_a_few_steps(train, tmp_path, capsys, clock):
     """Every stage runs and leaves weights, which are scored, and gone on from."""
     stages = [x._replace(rows=1, length=min(x.length, 512)) for x in train.STAGES]

@@ -29,6 +29,7 @@ def grid_of(seqlen_q, seqlen_k, **rules):
 # ---------------------------------------------------------------- numbers of the built-in trace
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("config", "density", "rel_l2", "rel_l1"),
     [

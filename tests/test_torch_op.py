@@ -171,6 +171,7 @@ def test_a_graph_with_a_config_of_defaults(tensors):
         assert_equal(compiled(q, k, v), Layer(config)(q, k, v))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_another_config_is_another_graph(tensors, dynamic):
     """Scalars in a graph are constants: they may not outlive the config. Before any backend sees the graph."""

@@ -74,6 +74,7 @@ def counts(**calls):
     return {name.replace("_", " "): n for name, n in calls.items() if n}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name, ids):
     """A prompt, the same in chunks and decoded, and a prompt within the window."""
@@ -95,6 +96,7 @@ def test_models(name, ids):
     assert s2o.calls == {"s2o": 3}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["Mistral", "GptOss"])
 def test_padded_rows(name, ids):
     model = model_of(name, **MODELS[name])

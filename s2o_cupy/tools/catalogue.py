@@ -84,8 +84,8 @@ def sample_for(compute_capability: int) -> tuple[Kernel, ...]:
     kernels, limits = kernels_for(compute_capability), DeviceLimits.of_architecture(compute_capability)
     functions, own = {kernel.function for kernel in kernels}, path_of(compute_capability)
     if is_written_for(compute_capability):
-        for earlier in WRITTEN_FOR[: WRITTEN_FOR.index(compute_capability)]:
-            functions -= {kernel.function for kernel in kernels_for(earlier)}
+        earlier = (known for known in WRITTEN_FOR if known < compute_capability)
+        functions -= {kernel.function for known in earlier for kernel in kernels_for(known)}
     else:
         functions = set() if own is None else _passes(own, limits, packed=True)
     tight = set() if own is not PATHS[0] else _passes(own, limits, packed=False)
