@@ -78,16 +78,21 @@ def spin(milliseconds: float, blocks: int = 1) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Most of the sampled cases become slow. Without a GPU its cases are left out, rather than skipped one by one. The
     longest files come first."""
-    for item in items:
-        if (sampled := item.get_closest_marker("sampled")) and zlib.crc32(item.name.encode()) % sampled.args[0]:
-            item.add_marker("slow")
     place = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
-    if has_gpu():
-        return
-    left_out = [item for item in items if item.get_closest_marker("gpu")]
-    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    config.hook.pytest_deselected(items=left_out)
+    if not has_gpu():
+        left_out = [item for item in items if item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=left_out)
+    cases_of: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        if sampled := item.get_closest_marker("sampled"):
+            cases_of.setdefault((item.nodeid.partition("[")[0], sampled.args[0]), []).append(item)
+    for (_, n), cases in cases_of.items():
+        quick = [case for case in cases if zlib.crc32(case.name.encode()) % n == 0] or cases[:1]  # of each test some
+        for case in cases:
+            if case not in quick:
+                case.add_marker("slow")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -108,9 +108,9 @@ __device__ __forceinline__ void weigh(Consumer<Traits>& my, int j, const float (
   }
 }
 
-// The largest score that a thread has of each row, or any lower one where m cannot move: once no maximum of the warp is
-// negative only scores above 0 count, and those compare as their bits do, three at a time. Of head_dim 64, with
-// half the products to each score, pass 1 is 1 % slower so.
+// Finds the largest score that a thread has of each row. Once no maximum of the warp is negative, 0 stands for all scores
+// below it, which move no maximum; the others compare as their bits do, three at a time. Pass 1 of head_dim 64, with
+// half the products to each score, is 1 % slower that way.
 template <bool kSettles, class Traits>
 __device__ __forceinline__ void find_highest(const Consumer<Traits>& my, float (&highest)[2]) {
   if (!kSettles && Traits::kHeadDim > 64 && my.settled) {
@@ -124,7 +124,7 @@ __device__ __forceinline__ void find_highest(const Consumer<Traits>& my, float (
     }
     return;
   }
-  float top[2][4];  // four partial maxima, as of sums
+  float top[2][4];  // four partial maxima a row, as weigh has four sums
 #pragma unroll
   for (int i = 0; i < 4; ++i)
 #pragma unroll

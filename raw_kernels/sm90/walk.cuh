@@ -77,7 +77,7 @@ __device__ __forceinline__ int walk(Consumer<Traits>& my, uint32 nth, uint32 q, 
       if constexpr (kFirst) {
         softmax<true>(my, limit - tile * Traits::kBlockN);
         await_output(my);
-        pack(my);  // beside the exponentials, most of which ptxas has after the wait; in pass 2 few are left then
+        pack(my);  // ptxas puts it between the exponentials, which in pass 1 come behind the wait
       } else {
         moved = settled_softmax(my, limit - tile * Traits::kBlockN, rows, tile);
         wgmma_wait<0>();

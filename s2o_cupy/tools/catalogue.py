@@ -103,7 +103,7 @@ def sample_for(compute_capability: int) -> tuple[Kernel, ...]:
 
 
 def _passes(path: Path, limits: DeviceLimits, packed: bool) -> set[str]:
-    """Their functions."""
+    """The functions of its passes."""
     inputs = (Inputs(SAMPLE.dtype, SAMPLE.head_dim, paged=paged) for paged in (False, True))
     return {x.function for of in inputs for x in path.catalogue(of, limits, packed=packed, skips_values=True)}
 
