@@ -11,6 +11,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -72,6 +73,13 @@ def spin(milliseconds: float, blocks: int = 1) -> None:
 
     code = 'extern "C" __global__ void s2o_spin(long long n) { for (long long t = clock64(); clock64() - t < n;); }'
     cupy.RawKernel(code, "s2o_spin")((blocks,), (128,), (np.int64(milliseconds * 2e6),))
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Files of which every test needs a GPU are not even read without one, unless they are named."""
+    if collection_path.suffix != ".py" or has_gpu():
+        return None
+    return "\npytestmark = [pytest.mark.gpu" in collection_path.read_text(encoding="utf-8") or None
 
 
 @pytest.hookimpl(tryfirst=True)  # before "not slow" is looked for

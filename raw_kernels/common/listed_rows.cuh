@@ -82,6 +82,10 @@ struct ListedRows : VisitingRows {
   __device__ __forceinline__ int operator()(int r) const {
     return of_head(r) < count ? begin + query(geometry, order, r) : -1;
   }
+  __device__ __forceinline__ bool has(int r) const { return of_head(r) < count; }
+  __device__ __forceinline__ int nearest(int r) const {
+    return begin + query(geometry, order, r - max(of_head(r) - count + 1, 0));
+  }
   __device__ __forceinline__ int first_query() const { return begin; }
 
   // Every row sees every key of the list.

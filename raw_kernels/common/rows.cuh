@@ -1,4 +1,5 @@
-// Which queries the rows of a q tile are.
+// Which queries the rows of a q tile are: rows(r) is the position of row r, or -1. Where rows.has(r) is false,
+// rows.nearest(r) is the position of a row that is there, so that it can be loaded without a condition.
 #pragma once
 #include "common/attention_params.cuh"
 
@@ -16,6 +17,8 @@ struct ConsecutiveRows : QueryTile {
         first(p.geometry.query_begin(segment) + tile * kBlockM),
         count(min(kBlockM, p.geometry.query_count(segment) - tile * kBlockM)) {}
   __device__ __forceinline__ int operator()(int r) const { return r < count ? first + r : -1; }
+  __device__ __forceinline__ bool has(int r) const { return r < count; }
+  __device__ __forceinline__ int nearest(int r) const { return first + min(r, count - 1); }
   __device__ __forceinline__ int first_query() const { return first; }
   __device__ __forceinline__ int visited_index(const AttentionParams&) const { return 0; }
   __device__ __forceinline__ int first_key(const Geometry& g) const { return g.dense_begin(segment); }
@@ -56,6 +59,8 @@ struct PackedRows : QueryTile {
         seqlen_k(sequence.seqlen_k),
         causal_limit(tile * kBlockM + sequence.seqlen_k - sequence.seqlen_q + 1) {}
   __device__ __forceinline__ int operator()(int r) const { return r < count ? first + r : -1; }
+  __device__ __forceinline__ bool has(int r) const { return r < count; }
+  __device__ __forceinline__ int nearest(int r) const { return first + min(r, count - 1); }
   __device__ __forceinline__ int first_query() const { return first; }
   __device__ __forceinline__ int visited_index(const AttentionParams&) const { return 0; }
   __device__ __forceinline__ int first_key(const Geometry&) const { return kPaged ? 0 : begin_k; }
@@ -102,6 +107,8 @@ struct OrderedRows : VisitingRows {
   // The query of a row is `begin` more than this; `order`: the tile's.
   static __device__ __forceinline__ int query(const Geometry&, const int* order, int r) { return order[r]; }
   __device__ __forceinline__ int operator()(int r) const { return r < count ? begin + order[r] : -1; }
+  __device__ __forceinline__ bool has(int r) const { return r < count; }
+  __device__ __forceinline__ int nearest(int r) const { return begin + order[min(r, count - 1)]; }
   __device__ __forceinline__ int first_query() const { return begin; }
 
   // Every row sees every candidate.

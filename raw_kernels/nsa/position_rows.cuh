@@ -20,6 +20,8 @@ struct PositionRows : QueryTile {
     const int i = first + r - offset;
     return i >= 0 && i < seqlen_q ? i : -1;
   }
+  __device__ __forceinline__ bool has(int r) const { return (*this)(r) >= 0; }
+  __device__ __forceinline__ int nearest(int r) const { return min(max(first + r - offset, 0), seqlen_q - 1); }
 };
 
 // The keys that a tile walks, in steps of kWindowStep: those of the band from the last, then those of the sinks before it.

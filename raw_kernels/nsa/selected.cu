@@ -100,13 +100,17 @@ struct Selected {
     store(attention);
   }
   // Of rows that have seen nothing before: nothing is rescaled, and the accumulators take no registers yet.
-  __device__ __forceinline__ void softmax(Tile& attention, const float (&s)[Traits::kRowTiles][Traits::kKeyTiles][4],
+  __device__ __forceinline__ void softmax(Tile& attention, float (&s)[Traits::kRowTiles][Traits::kKeyTiles][4],
                                           uint32 (&w)[Traits::kRowTiles][Traits::kKeyTiles][2]) const {
 #pragma unroll
     for (int i = 0; i < Traits::kRowTiles; ++i)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float top = -infinity(), sum = 0.f;
+#pragma unroll
+        for (int j = 0; j < Traits::kKeyTiles; ++j)
+#pragma unroll
+          for (int e = 2 * h; e < 2 * h + 2; ++e) s[i][j][e] *= attention.scale();
 #pragma unroll
         for (int j = 0; j < Traits::kKeyTiles; ++j) top = fmaxf(top, fmaxf(s[i][j][2 * h], s[i][j][2 * h + 1]));
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));

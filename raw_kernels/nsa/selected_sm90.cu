@@ -189,7 +189,8 @@ __device__ __forceinline__ void nsa_selected_sm90(const NsaParams& p, typename T
   cp_async_wait<0>();
   __syncthreads();
   const SelectedSm90<Traits> selected{p, shared, static_cast<int>(threadIdx.x % 32),
-                                      static_cast<int>(threadIdx.x / 32 % 4), static_cast<int>(threadIdx.x / 128)};
+                                      static_cast<int>(threadIdx.x / 32 % 4),
+                                      __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 128, 0)};
   const int tiles = (shared.item.count * p.group + 63) / 64;
   selected.load_queries(selected.group, 0);
   selected.load_queries(selected.group + 2, 1);

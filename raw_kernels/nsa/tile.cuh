@@ -12,7 +12,7 @@ struct NsaTile {
   static constexpr int kBlockM = 128, kThreads = 128;
   static constexpr int kStep = kStep_;  // keys that rows are multiplied with at once
   static constexpr int kRowTiles = 2, kKeyTiles = kStep / 8, kDimTiles = kHeadDim / 8, kChunks = kHeadDim / 8;
-  static constexpr bool kAligned = true, kPaged = false;
+  static constexpr bool kAligned = true, kPaged = false, kAnyScale = true;
   static_assert(kHeadDim == 64 || kHeadDim == 128, "a warp holds the accumulators of 32 rows");
 };
 

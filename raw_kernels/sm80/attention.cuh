@@ -45,57 +45,80 @@ struct AttentionTile {
   }
 
   __device__ __forceinline__ int row(int i, int h) const { return warp_row + i * 16 + h * 8 + lane / 4; }
+  static __device__ __forceinline__ bool is_large(float x) { return fabsf(x) > 4194304.f; }  // 2^22, see softmax
 
-  // Gathers the tile's queries. `query` is the block's QueryTile and query(r) the position of row r, or -1.
+  // Gathers the queries of a tile that has some. A thread's positions are all on their way at once, and then its rows:
+  // one after the other they took longer than hundreds of keys.
   template <class Query>
   __device__ __forceinline__ void load_queries(const Query& query) {
-    constexpr int kChunks = Traits::kHeadDim / 8;
-    const int head_dim = params.geometry.head_dim;
+    constexpr int kChunks = Traits::kHeadDim / 8, kApart = kThreads / kChunks;
+    constexpr int kRows = Traits::kBlockM / kApart, kTogether = Traits::kAligned ? kRows : 1;
+    const int head_dim = params.geometry.head_dim, chunk = threadIdx.x % kChunks;
     const uint16* q = params.q.at(query.batch(params.heads), query.head_in_batch(params.heads));
+    if (chunk * 8 < head_dim) q += chunk * 8;
     const uint32 tile = shared_address(shared.q);
-    for (int r = threadIdx.x / kChunks; r < Traits::kBlockM; r += kThreads / kChunks) {
-      const int chunk = threadIdx.x % kChunks, position = query(r);
-      uint4 x = make_uint4(0, 0, 0, 0);
-      if (position >= 0 && chunk * 8 < head_dim) {
-        const uint16* source = q + position * params.q.row;
-        x = Traits::kAligned && chunk * 8 + 8 <= head_dim ? *reinterpret_cast<const uint4*>(source + chunk * 8)
-                                                           : load_unaligned(source, chunk * 8, head_dim);
+#pragma unroll 1
+    for (int first = threadIdx.x / kChunks; first < Traits::kBlockM; first += kTogether * kApart) {
+      int position[kTogether];
+      uint4 x[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) position[i] = query.nearest(first + i * kApart);
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const uint16* row = q + position[i] * params.q.row;
+        x[i] = Traits::kAligned ? *reinterpret_cast<const uint4*>(row) : load_unaligned(row, 0, head_dim - chunk * 8);
       }
-      const uint32 s = params.sign_mask;
-      store_shared_16(chunk_address<Traits>(tile, r, chunk), make_uint4(x.x ^ s, x.y ^ s, x.z ^ s, x.w ^ s));
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const uint32 s = params.sign_mask;
+        const bool there = query.has(first + i * kApart) && chunk * 8 < head_dim;
+        store_shared_16(chunk_address<Traits>(tile, first + i * kApart, chunk),
+                        there ? make_uint4(x[i].x ^ s, x[i].y ^ s, x[i].z ^ s, x[i].w ^ s) : make_uint4(s, s, s, s));
+      }
     }
   }
 
-  // Takes up the state that pass 1 left: acc = out * l.
+  // Takes up the state that pass 1 left: acc = out * l. That of 16 rows of the warp is on its way at once.
   template <class Query>
   __device__ __forceinline__ void resume(const Query& query) {
-    const int head_dim = params.geometry.head_dim;
-    const uint16* out = params.out.at(query.batch(params.heads), query.head_in_batch(params.heads));
+    const int columns = params.geometry.head_dim - lane % 4 * 2;  // of a row from the thread's first on
+    const uint16* out = params.out.at(query.batch(params.heads), query.head_in_batch(params.heads)) + lane % 4 * 2;
     const float2* state = params.state + static_cast<int64>(query.head) * params.geometry.seqlen_q;
+    int position[kRowTiles][2];
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
+      for (int h = 0; h < 2; ++h) position[i][h] = query.nearest(row(i, h));
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      uint32 pairs[2][Traits::kDimTiles];  // of outputs
+#pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int position = query(row(i, h));
-        if (position < 0) continue;
-        const float2 ml = state[position];
-        m[i][h] = ml.x;
-        l[i][h] = ml.y;
-        const uint16* source = out + position * params.out.row;
+        const float2 ml = state[position[i][h]];
+        const uint16* source = out + position[i][h] * params.out.row;
+        const bool there = query.has(row(i, h));
+        m[i][h] = there ? ml.x : -infinity();
+        l[i][h] = there ? ml.y : 0.f;
 #pragma unroll
         for (int d = 0; d < Traits::kDimTiles; ++d) {
-          const int c = d * 8 + lane % 4 * 2;
-          uint32 x = 0;
-          if (Traits::kAligned && c + 2 <= head_dim) {
-            x = *reinterpret_cast<const uint32*>(source + c);
+          pairs[h][d] = 0;
+          if constexpr (Traits::kAligned) {
+            if (columns > d * 8) pairs[h][d] = *reinterpret_cast<const uint32*>(source + d * 8);
           } else {
-            if (c < head_dim) x = source[c];
-            if (c + 1 < head_dim) x |= static_cast<uint32>(source[c + 1]) << 16;
+            if (columns > d * 8) pairs[h][d] = source[d * 8];
+            if (columns > d * 8 + 1) pairs[h][d] |= static_cast<uint32>(source[d * 8 + 1]) << 16;
           }
-          acc[i][d][2 * h] = Element::low(x) * ml.y;
-          acc[i][d][2 * h + 1] = Element::high(x) * ml.y;
         }
       }
+#pragma unroll
+      for (int d = 0; d < Traits::kDimTiles; ++d)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          acc[i][d][2 * h] = Element::low(pairs[h][d]) * l[i][h];
+          acc[i][d][2 * h + 1] = Element::high(pairs[h][d]) * l[i][h];
+        }
+      asm volatile("" ::: "memory");  // or the next rows' loads would take more registers than there are
+    }
   }
 
   // Says where the block's keys and values lie; seen by all threads after the first barrier of walk(). `limit`: walk's,
@@ -112,7 +135,7 @@ struct AttentionTile {
     shared.order = order;
   }
 
-  // s[row, key] = scale_log2 * q k^T of one step, or scale_log2 * tanh(cap_scale * q k^T)
+  // s[row, key] = q k^T of one step, or tanh(cap_scale * q k^T); times scale() it is what exp2 is taken of
   __device__ __forceinline__ void scores(float (&s)[kRowTiles][Traits::kKeyTiles][4], uint32 k_tile) const {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
@@ -120,17 +143,17 @@ struct AttentionTile {
       for (int j = 0; j < Traits::kKeyTiles; ++j)
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[i][j][e] = 0.f;
-    const uint32 q_tile = shared_address(shared.q);
+    const uint32 q_chunk = chunk_address<Traits>(shared_address(shared.q), warp_row + lane % 16, lane / 16);
+    const uint32 k_chunk = chunk_address<Traits>(k_tile, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
     for (int c = 0; c < Traits::kHeadDim / 16; ++c) {
       uint32 a[kRowTiles][4];
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i)
-        ldmatrix_x4(a[i], chunk_address<Traits>(q_tile, warp_row + i * 16 + lane % 16, c * 2 + lane / 16));
+      for (int i = 0; i < kRowTiles; ++i) ldmatrix_x4(a[i], chunk_beside<Traits>(q_chunk, i * 16, c * 2));
 #pragma unroll
       for (int j = 0; j < Traits::kKeyTiles; j += 2) {
         uint32 b[4];
-        ldmatrix_x4(b, chunk_address<Traits>(k_tile, j * 8 + lane % 8 + lane / 16 * 8, c * 2 + lane / 8 % 2));
+        ldmatrix_x4(b, chunk_beside<Traits>(k_chunk, j * 8, c * 2));
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) {
           Element::mma(s[i][j], a[i], b[0], b[1]);
@@ -138,63 +161,105 @@ struct AttentionTile {
         }
       }
     }
-    // Scaled before the maximum is taken: exp2(x - max) is then exactly 1 at the maximum, however large x is.
+    const auto each = [&](auto change) {
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i)
+      for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
-      for (int j = 0; j < Traits::kKeyTiles; ++j)
+        for (int j = 0; j < Traits::kKeyTiles; ++j)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if constexpr (spec::kSoftcap) s[i][j][e] = tanh_approx(s[i][j][e] * params.cap_scale);
-          s[i][j][e] *= params.scale_log2;
-        }
+          for (int e = 0; e < 4; ++e) s[i][j][e] = change(s[i][j][e]);
+    };
+    if constexpr (spec::kSoftcap) each([&](float x) { return tanh_approx(x * params.cap_scale); });
+    if (Traits::kAnyScale && !(params.scale_log2 > 0.f)) each([&](float x) { return x * params.scale_log2; });
+  }
+  // What scores are still to be multiplied with: times 0 masked ones, minus infinity, would be NaN.
+  __device__ __forceinline__ float scale() const {
+    return Traits::kAnyScale && !(params.scale_log2 > 0.f) ? 1.f : params.scale_log2;
   }
 
   // Turns scores into weights, moves the state to the new maximum and packs the weights for the next product. With
   // kSkipsValues, true if the warp leaves that product out; `rows`: of the tile.
   __device__ __forceinline__ bool softmax(float (&s)[kRowTiles][Traits::kKeyTiles][4],
                                           uint32 (&p)[kRowTiles][Traits::kKeyTiles][2], int rows = 0) {
+    // Rows that are taken together, so that one's shuffles run beside another's: as many as leave no kernel to spill.
+    constexpr int kRows = 2 * kRowTiles;
+    constexpr int kTogether = kCopiesRuns<Traits> && !kSkipsValues<Traits> ? kRows : 2;
     bool slight = kSkipsValues<Traits>;
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i)
+    for (int i = 0; i < kRows; i += kTogether) slight &= softmax<kTogether>(i, s, p, rows);
+    return kSkipsValues<Traits> && __all_sync(kFullWarp, slight);
+  }
+  // The same for kRows rows of the thread, from its row `first` on.
+  template <int kRows>
+  __device__ __forceinline__ bool softmax(int first, float (&s)[kRowTiles][Traits::kKeyTiles][4],
+                                          uint32 (&p)[kRowTiles][Traits::kKeyTiles][2], int rows) {
+    float top[kRows], rescale_by[kRows];
+    const auto each_row = [&](auto change) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float top = kSkipsValues<Traits> ? -infinity() : m[i][h];
+      for (int i = 0; i < kRows; ++i) change((first + i) / 2, (first + i) % 2, top[i], rescale_by[i]);
+    };
+    each_row([&](int i, int h, float& top, float&) {
+      top = fmaxf(s[i][0][2 * h], s[i][0][2 * h + 1]);
 #pragma unroll
-        for (int j = 0; j < Traits::kKeyTiles; ++j)
-          top = fmaxf(top, fmaxf(s[i][j][2 * h], s[i][j][2 * h + 1]));
-        top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
-        if constexpr (kSkipsValues<Traits>) {
-          slight &= row(i, h) >= rows || values.is_slight(top, m[i][h]);
-          top = fmaxf(top, m[i][h]);
+      for (int j = 1; j < Traits::kKeyTiles; ++j) top = fmaxf(top, fmaxf(s[i][j][2 * h], s[i][j][2 * h + 1]));
+    });
+    each_row([&](int, int, float& top, float&) { top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1)); });
+    each_row([&](int, int, float& top, float&) { top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2)); });
+    bool slight = kSkipsValues<Traits>, large = false, moved = false;
+    each_row([&](int i, int h, float& top, float& rescale_by) {
+      float x = top * scale();
+      if constexpr (kSkipsValues<Traits>) slight &= row(i, h) >= rows || values.is_slight(x, m[i][h]);
+      x = fmaxf(x, m[i][h]);
+      top = x == -infinity() ? 0.f : x;
+      rescale_by = exp2_approx(m[i][h] - top);
+      m[i][h] = x;
+      mass[i][h] *= rescale_by;
+      moved |= rescale_by != 1.f;
+      large |= is_large(top);
+    });
+    // Keys come in descending importance: most steps leave every maximum of the warp where it was.
+    if (__any_sync(kFullWarp, moved)) {
+      each_row([&](int i, int h, float&, float& rescale_by) {
+        if (!__any_sync(kFullWarp, rescale_by != 1.f)) return;
+        l[i][h] *= rescale_by;
+#pragma unroll
+        for (int d = 0; d < Traits::kDimTiles; ++d) {
+          acc[i][d][2 * h] *= rescale_by;
+          acc[i][d][2 * h + 1] *= rescale_by;
         }
-        const float base = top == -infinity() ? 0.f : top;
-        const float rescale_by = exp2_approx(m[i][h] - base);
-        m[i][h] = top;
-        float sum = mass[i][h] * rescale_by;
+      });
+    }
+    const auto weigh = [&](auto by) {  // what the scores of a row are still to be multiplied with, by its maximum
+      each_row([&](int i, int h, float& top, float&) {
 #pragma unroll
         for (int j = 0; j < Traits::kKeyTiles; ++j) {
-          const float x = exp2_approx(s[i][j][2 * h] - base), y = exp2_approx(s[i][j][2 * h + 1] - base);
-          sum += x + y;
+          const float x = exp2_approx(fmaf(s[i][j][2 * h], by(top), -top));
+          const float y = exp2_approx(fmaf(s[i][j][2 * h + 1], by(top), -top));
+          mass[i][h] += x + y;
           p[i][j][h] = Element::pack(x, y);
         }
-        mass[i][h] = sum;
-        // Keys come in descending importance: most steps leave every maximum of the warp where it was.
-        if (__any_sync(kFullWarp, rescale_by != 1.f)) {
-          l[i][h] *= rescale_by;
+      });
+    };
+    // exp2(s * scale - top) in one instruction is off by the rounding of top; where that is more than half a unit the
+    // product is rounded first, so that the weight of the maximum is exactly 1. The warp's other rows keep their bits.
+    if (__any_sync(kFullWarp, large)) {
+      each_row([&](int i, int h, float& top, float&) {
 #pragma unroll
-          for (int d = 0; d < Traits::kDimTiles; ++d) {
-            acc[i][d][2 * h] *= rescale_by;
-            acc[i][d][2 * h + 1] *= rescale_by;
-          }
-        }
-      }
-    return kSkipsValues<Traits> && __all_sync(kFullWarp, slight);
+        for (int j = 0; j < Traits::kKeyTiles; ++j)
+#pragma unroll
+          for (int e = 2 * h; e < 2 * h + 2; ++e)
+            if (is_large(top)) s[i][j][e] = __fmul_rn(s[i][j][e], scale());
+      });
+      weigh([&](float top) { return is_large(top) ? 1.f : scale(); });
+    } else {
+      weigh([&](float) { return scale(); });
+    }
+    return slight;
   }
 
   // acc += p v of one step
   __device__ __forceinline__ void accumulate(const uint32 (&p)[kRowTiles][Traits::kKeyTiles][2], uint32 v_tile) {
+    const uint32 v_chunk = chunk_address<Traits>(v_tile, lane % 16, lane / 16);
 #pragma unroll
     for (int j = 0; j < Traits::kKeyTiles; j += 2) {
       uint32 a[kRowTiles][4];
@@ -208,7 +273,7 @@ struct AttentionTile {
 #pragma unroll
       for (int d = 0; d < Traits::kDimTiles; d += 2) {
         uint32 b[4];
-        ldmatrix_x4_transposed(b, chunk_address<Traits>(v_tile, j * 8 + lane % 16, d + lane / 16));
+        ldmatrix_x4_transposed(b, chunk_beside<Traits>(v_chunk, j * 8, d));
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) {
           Element::mma(acc[i][d], a[i], b[0], b[1]);
@@ -330,9 +395,10 @@ struct AttentionTile {
   }
 
   // Walks `keys`. Row r sees the first `limit` of them, or `limit + r` with kCausal. With kStops, ends after the first
-  // key tile that adds too little to each of the first `rows` rows. Returns the number of key tiles visited.
-  template <bool kCausal, bool kStops, class Keys>
-  __device__ __forceinline__ int walk(const Keys& keys, int given_limit, int rows) {
+  // key tile that adds too little to each of the first `rows` rows. Returns the number of key tiles visited. `begin`
+  // loads what the rows begin with, while the first keys are on their way.
+  template <bool kCausal, bool kStops, class Keys, class Begin>
+  __device__ __forceinline__ int walk(const Keys& keys, int given_limit, int rows, const Begin& begin) {
     constexpr int kStages = Traits::kStages;
     const int head_dim = params.geometry.head_dim;
     const int steps = (keys.count + kStep - 1) / kStep;
@@ -360,6 +426,8 @@ struct AttentionTile {
       load_k(step);
       if (step < kStages - 1) load_v(step);
     }
+    begin();
+    __syncthreads();  // where there is no step, too: the outputs take the place of the queries
 
     int visited = 0;
     for (int step = 0; step < steps; ++step) {
@@ -369,7 +437,8 @@ struct AttentionTile {
       cp_async_wait<2 * (kStages - 1)>();
       __syncthreads();  // K of this step is there, and every warp is done with V of the step before
       load_v(step + kStages - 1);
-      if constexpr (kStops && kCopiesRuns<Traits>) asm volatile("" : "+r"(warp_row));  // hidden as in load_step
+      asm volatile("" : "+r"(warp_row), "+r"(lane));  // hidden as in load_step
+      if constexpr (kSkipsValues<Traits> && Traits::kPaged) asm volatile("" : "+r"(values.place));
       scores(s, k_tile(step));
       const int limit = kCausal && Traits::kPaged ? shared.limit : given_limit;
       const bool masked = (step + 1) * kStep > limit;
@@ -394,7 +463,7 @@ struct AttentionTile {
 
       bool stop = false;
       uint32 stops = 0;  // of a ladder
-      if (step + 1 == steps || (kStops && (step + 1) % params.steps_per_tile == 0)) {
+      if (step + 1 == steps || (kStops && step + 1 == (visited + 1) * params.steps_per_tile)) {
         if constexpr (kWalksLadder<Traits>) {
           stops = ladder.votes(largest_gain(rows), shared.p_column[lane % kLadder]);
           stop_check(rows);
@@ -448,16 +517,26 @@ struct AttentionTile {
     const int64 state_row = static_cast<int64>(query.head) * params.geometry.seqlen_q;
     uint16* out = params.out.at(query.batch(params.heads), query.head_in_batch(params.heads));
     const uint32 tile = shared_address(shared.q);  // a warp reads and writes only its own rows of it
+    constexpr int kApart = 32 / kChunks, kRows = 16 * kRowTiles / kApart;
+    const int chunk = lane % kChunks, first = warp_row + lane / kChunks;
+    int of_state[kRowTiles][2], of_output[kRows];  // positions, all on their way before one is waited for
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) of_state[i][h] = query.nearest(row(i, h));
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      if constexpr (Traits::kAligned) of_output[i] = query.nearest(first + i * kApart);
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int r = row(i, h), position = query(r);
+        const int r = row(i, h), position = of_state[i][h];
         keep_finite<Element, Traits::kDimTiles * 2>(
             [&](int e) -> float& { return acc[i][e / 2][2 * h + e % 2]; }, l[i][h]);
         const float inverse = l[i][h] == 0.f ? 0.f : 1.f / l[i][h];
-        if (position >= 0 && lane % 4 == 0) {
+        if (query.has(r) && lane % 4 == 0) {
           if (kKeepState) params.state[state_row + position] = make_float2(m[i][h], l[i][h]);
           if (params.lse)
             params.lse[state_row + position] =
@@ -469,13 +548,14 @@ struct AttentionTile {
                          Element::pack(acc[i][d][2 * h] * inverse, acc[i][d][2 * h + 1] * inverse));
       }
     __syncwarp();
-    for (int r = lane / kChunks; r < 16 * kRowTiles; r += 32 / kChunks) {
-      const int chunk = lane % kChunks, position = query(warp_row + r);
-      if (position < 0) continue;
-      const uint4 x = load_shared_16(chunk_address<Traits>(tile, warp_row + r, chunk));
+#pragma unroll(Traits::kAligned ? kRows : 1)
+    for (int i = 0; i < kRows; ++i) {
+      if (!query.has(first + i * kApart)) continue;
+      const uint4 x = load_shared_16(chunk_address<Traits>(tile, first + i * kApart, chunk));
+      const int position = Traits::kAligned ? of_output[i] : query.nearest(first + i * kApart);
       uint16* target = out + position * params.out.row + chunk * 8;
-      if (Traits::kAligned && chunk * 8 + 8 <= head_dim) {
-        *reinterpret_cast<uint4*>(target) = x;
+      if constexpr (Traits::kAligned) {
+        if (chunk * 8 < head_dim) store_global_16(target, x.x, x.y, x.z, x.w);
       } else {
         const uint32 pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll

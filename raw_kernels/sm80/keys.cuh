@@ -82,23 +82,32 @@ __device__ __forceinline__ void load_step(uint32 tile, const uint16* data, const
   constexpr int kRows = Traits::kStep * kChunks / Traits::kThreads;  // rows of a thread: 4 to 16, neighbours
   static_assert(kRows % 4 == 0);
   int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks * kRows;
+  // Or what follows from them would be kept in registers between steps.
+  if constexpr (Traits::kAligned) asm volatile("" : "+r"(chunk), "+r"(first));
   if constexpr (kCopiesRuns<Traits>) {
-    asm volatile("" : "+r"(chunk), "+r"(first));  // or what follows from them would be kept in registers between steps
     constexpr int kRun = kRows < 8 ? kRows : 8;
     if (keys.template has_runs<kRun>()) {
-      const int left = chunk * 8 < head_dim ? keys.count - step * Traits::kStep - first : 0;  // rows that are there
+      const bool column = chunk * 8 < head_dim;
+      const auto copy = [&](auto present) {
 #pragma unroll
-      for (int i = 0; i < kRows; i += kRun) {
-        const uint16* row = data + chunk * 8 + keys.first(step, first + i) * row_stride;
-        const uint32 rows = tile + (first + i) * (Traits::kHeadDim * 2), place = (chunk ^ (first + i & 7)) << 4;
+        for (int i = 0; i < kRows; i += kRun) {
+          const uint16* row = data + chunk * 8 + keys.first(step, first + i) * row_stride;
+          const uint32 target = chunk_address<Traits>(tile, first + i, chunk);
 #pragma unroll
-        for (int j = 0; j < kRun; ++j, row += row_stride)
-          cp_async_16_or_zeros(rows + j * (Traits::kHeadDim * 2) + (place ^ j << 4), row, i + j < left);
+          for (int j = 0; j < kRun; ++j, row += row_stride)
+            cp_async_16_or_zeros((target ^ j << 4) + j * (Traits::kHeadDim * 2), row, column && present(i + j));
+        }
+      };
+      const int left = keys.count - step * Traits::kStep;  // rows that are there
+      if (left >= Traits::kStep) {
+        copy([](int) { return true; });
+      } else {
+        copy([&](int i) { return first + i < left; });
       }
       return;
     }
   }
-#pragma unroll(Traits::kAligned && !kCopiesRuns<Traits> ? kRows : 1)
+#pragma unroll 1
   for (int i = 0; i < kRows; i += 4) {
     const int4 quad = keys.quad(step, (first + i) / 4);
 #pragma unroll(Traits::kAligned ? 4 : 1)

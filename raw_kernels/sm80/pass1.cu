@@ -18,10 +18,9 @@ __device__ __forceinline__ void attend_first(const Params& params, typename Trai
   {
     const Rows rows(params, block_index());
     if (rows.count <= 0) return;
-    attention.load_queries(rows);
     attention.point_to_keys(rows, rows.first_key(g), nullptr, rows.limit(g));
     attention.template walk<true, false>(ContiguousKeys<Traits>{shared, rows.keys(g), params.pages}, rows.limit(g),
-                                         rows.count);
+                                         rows.count, [&] { attention.load_queries(rows); });
   }
   attention.template store<Rows::kResumed>(Rows(params, block_index()));
 }

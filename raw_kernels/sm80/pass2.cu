@@ -24,14 +24,16 @@ __device__ __forceinline__ void attend_second(const Params& params, typename Tra
     const Rows rows(params, block_index());
     const int count = rows.keys(params.geometry);
     if (rows.count <= 0 || !rows.has_work(params)) return;
-    attention.load_queries(rows);
-    if (rows.resumes(params)) attention.resume(rows);
     if constexpr (kSkipsValues<Traits>)
       attention.values.start(params.values, rows.head_in_batch(params.heads), rows.visited_index(params));
     attention.point_to_keys(rows, 0, rows.key_order(params));
     if (threadIdx.x == 0) shared.tau = params.tau_of(rows.head, count);  // read after walk's first barrier
+    const auto begin = [&] {
+      attention.load_queries(rows);
+      if (rows.resumes(params)) attention.resume(rows);
+    };
     visited = attention.template walk<false, true>(UnitKeys<Traits>{shared, count, params.pages, unit_shift}, count,
-                                                   rows.count);
+                                                   rows.count, begin);
   }
   const Rows rows(params, block_index());
   if (threadIdx.x == 0) rows.visited(params) = visited;
@@ -64,11 +66,13 @@ __device__ __forceinline__ void pass2_ladder(const LadderAttentionParams& params
         shared.p_column[threadIdx.x] = attention.ladder.tau_of_bit(params, rows.head, threadIdx.x);
       if (threadIdx.x == 0) shared.first_key = q_tile;
       if (rows.count > 0 && count > 0) {
-        attention.load_queries(rows);
-        attention.resume(rows);
+        const auto begin = [&] {
+          attention.load_queries(rows);
+          attention.resume(rows);
+        };
         attention.point_to_keys(rows, q_tile, rows.key_order(params));
         attention.template walk<false, true>(UnitKeys<Traits>{shared, count, params.pages, params.geometry.unit_shift},
-                                             count, rows.count);
+                                             count, rows.count, begin);
         const OrderedRows<Traits::kBlockM> walked(params, shared.first_key);
         attention.finish_ladder(walked.visited_index(params), walked.count);
       }

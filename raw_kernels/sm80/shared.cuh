@@ -15,6 +15,7 @@ struct AttentionTraits {
   static constexpr int kStages = kStages_;    // steps of K and of V in shared memory
   static constexpr bool kAligned = kAligned_; // every row starts on 16 bytes, and head_dim is a multiple of 8
   static constexpr bool kPaged = kPaged_;     // k and v are a paged cache
+  static constexpr bool kAnyScale = false;    // scale_log2 may be 0 or negative
   static constexpr int kStep = kStep_;        // keys of one step of the main loop
   static constexpr int kRowTiles = kHeadDim <= 128 && kBlockM == 128 ? 2 : 1;  // 16-row mma tiles of a warp
   static constexpr int kThreads = kBlockM / (16 * kRowTiles) * 32;
@@ -46,6 +47,13 @@ struct AttentionTraits {
 template <class Traits>
 __device__ __forceinline__ uint32 chunk_address(uint32 tile, int row, int chunk) {
   return tile + row * (Traits::kHeadDim * 2) + ((chunk ^ (row & 7)) << 4);
+}
+
+// The same, one operation away from the address of another chunk: `rows` is 0 or a multiple of 8, known to the compiler,
+// and `chunks` has no bit of that chunk's number. Tiles begin at multiples of a row's size.
+template <class Traits>
+__device__ __forceinline__ uint32 chunk_beside(uint32 address, int rows, int chunks) {
+  return (address ^ (chunks << 4)) + rows * (Traits::kHeadDim * 2);
 }
 
 }  // namespace s2o

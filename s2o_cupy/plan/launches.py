@@ -15,6 +15,7 @@ from . import head_taus
 from .build import ALIGNMENT, BASES, NOTHING, Array, Builder, InTurns, Launch, Place, Workspace, lay_out
 from .kernels import Kernel
 from .launch_plan import COLLECT_CHUNK, COLLECT_CHUNKS, LaunchPlan, collected_chunks
+from .paths import SMALLEST_SCALE
 from .rounds import Grid
 
 __all__ = [
@@ -106,7 +107,7 @@ def attention_launch(
         "tiles": grid.tiles,
         "steps_per_tile": max(1, of_pass.block_n // kernel.step),
         "q_tiles": grid.q_tiles,
-        "scale_log2": (p.softcap or abs(p.scale)) * LOG2E,
+        "scale_log2": max(p.softcap or abs(p.scale), SMALLEST_SCALE) * LOG2E,  # times 0 a masked score would be NaN
         "sign_mask": 0x80008000 if p.scale < 0 else 0,
         **of_pass.params,
         "tau": head_taus.as_float32(of_pass.tau),

@@ -124,7 +124,7 @@ def query_weights(inputs: Inputs, path: Path, segment: int, clusters: int) -> Ke
         # sizeof(QueryWeightTraits::Shared)
         shared = -(-(2 * HOPPER_QUERIES * (head_dim + 1) + _QUERY_STAGES * stage) // 1024) * 1024
         return Kernel(QUERY_WEIGHTS_SM90, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
-    shared = 2 * STEP * head_dim * 2 + 2 * 128 * 4  # sizeof(ByQueryTraits::Shared)
+    shared = -(-(2 * STEP * (head_dim + 1) * 2 + 2 * 128 * 4) // 512) * 512  # sizeof(ByQueryTraits::Shared)
     return Kernel(QUERY_WEIGHTS, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
 
 
