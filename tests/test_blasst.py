@@ -84,6 +84,7 @@ def test_what_is_not_finite_is_kept():
     assert mask[0].sum() == np.tri(300, 700, 400).sum() > mask[2].sum()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_frameworks(name):
     framework, host = FRAMEWORKS[name](), drawn(128, 384, 2, np.float32)

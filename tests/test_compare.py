@@ -51,6 +51,7 @@ def test_figures_are_those_of_the_calls(options, qkv):
         assert row.pooled_density == pytest.approx(pooled_density) and pooled_density < 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_frameworks(name, qkv):
     q, k, v = (x.astype(np.float32) for x in qkv(300, heads=2, kv_heads=1, head_dim=16))

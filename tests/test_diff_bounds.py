@@ -130,6 +130,7 @@ SUMS: dict[tuple[str, str], Place] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("stage", "config", "is_common"), [*((*key, False) for key in ROUNDINGS),
                                                            *((*key, True) for key in SUMS)])  # fmt: skip
 @pytest.mark.parametrize("sign", [-1, 1])

@@ -215,6 +215,7 @@ def is_of(stage: str, rank: str) -> bool:
     return rank in ranks.get(stage, (rank,))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -295,6 +296,7 @@ def test_capped_scores_within_the_error_of_tanh_agree(softcap, error, ok, worst,
     assert ok or next(row.stage for row in report.rows if not row.ok) == "pass 1 state"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -359,6 +361,7 @@ OF_QUERIES = ("unit means", "groups", "shares", "block means", "8-bit exponents"
 OF_UNITS = ("unit means", "outliers")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("stage", "config", "in_bytes"),
     [

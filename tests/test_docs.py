@@ -72,6 +72,7 @@ def imported(code):
     return modules, ours
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("page", "line", "code"), named(PYTHON))
 def test_code_runs(page, line, code, tmp_path, monkeypatch):
     modules, ours = imported(code)

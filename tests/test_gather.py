@@ -148,6 +148,7 @@ def test_s2o_at_tau_0_is_the_schedule_of_all_earlier_keys(rng):
 # ---------------------------------------------------------------- arrays of any framework, and the other arguments
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_frameworks(rng, name):
     framework = FRAMEWORKS[name]()

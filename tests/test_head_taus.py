@@ -179,6 +179,7 @@ def test_kernels_are_told_how_the_default_falls(keys):
         assert (config.of_pass.tau, config.of_pass.tau_falls) == (tau, 0.0)
 
 
+@pytest.mark.slow
 def test_segments_have_the_default_of_their_keys(device, rng):
     """The bits of calls for each with that tau by name, which more keys than the largest visit."""
     heads, first = 2, 4 << 15  # queries begin behind so many keys

@@ -84,6 +84,7 @@ def texts():
     return {kernel: render(kernel) for kernel in OF_SOURCE.values()}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("header", HEADERS)
 def test_a_changed_header_changes_the_text(header, monkeypatch, tmp_path):
     """CuPy's cache keys on the text and knows nothing of the files behind it."""

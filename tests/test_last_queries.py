@@ -52,6 +52,7 @@ def pointer(launch, name):
     return found[0] if found else None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("compute_capability", [80, 86, 90, 120])
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("head_dim", [33, 64, 128, 256])

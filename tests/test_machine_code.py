@@ -63,6 +63,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("cubins")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "products"),
     [
@@ -108,6 +109,7 @@ def test_exponentials_run_under_the_output(name, exponentials, folder):
     assert after and all(stage.exponentials >= exponentials for stage in after)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "loads"), [("query_norms-bfloat16-d128", 16), ("query_norms-float16-d64", 8)])
 def test_queries_are_asked_for_together(name, loads, folder):
     """No branch stands between the loads of a thread's queries: where it ends, those before it are waited for."""

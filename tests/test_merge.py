@@ -122,6 +122,7 @@ def test_s2o_results_merge(device, qkv):
     assert rel_l2(device.host(o), device.exact(q, k, v)) <= 3 * device.tolerance(q, k, v)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("library", ["torch", "jax"])
 def test_frameworks(rng, library):
     o1, o2 = rng.standard_normal((2, 1, 3, 5, 8), dtype=np.float32)

@@ -14,6 +14,7 @@ from s2o_cupy.extras import remedy
 import _missing
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("script", "without", "package"),
     [

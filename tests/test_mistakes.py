@@ -341,6 +341,7 @@ def test_names_that_are_in_an_integration(name, modules):
         getattr(s2o_cupy, name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["torch.nothing", "nothing.more", "serving", "plugins", "nothing-at-all"])
 def test_other_names_are_just_not_there(name):
     """Those of modules that are not for users, and what is no name; no framework is imported to find out."""

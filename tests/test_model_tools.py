@@ -141,6 +141,7 @@ def test_costs_between_and_beyond_the_probes():
     assert (shared_out(layer, [0], [0.0]) == 0).all()
 
 
+@pytest.mark.slow
 def test_an_error_is_that_of_what_the_layers_get(model, ids):
     """Of the q, k and v of dense layers, as capture gives them."""
     found = tune_model(model, ids, error=0.2, taus=TAUS[1:], **OPTIONS)

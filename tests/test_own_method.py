@@ -62,6 +62,7 @@ def test_attention_is_dense_attention_to_what_the_method_chose(qkv, lengths, opt
     assert stats.density < 1 or lengths[0] == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_frameworks(name, qkv):
     framework, host = FRAMEWORKS[name](), qkv(128, 512, heads=4, kv_heads=2, head_dim=16)

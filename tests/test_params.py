@@ -179,6 +179,7 @@ def test_a_pointer_is_known_by_one_name(params):
     assert not {"attention", "data", "table"} & set(names)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("source", "name"), SOURCES, ids=[name for _, name in SOURCES])
 def test_offsets_are_those_of_the_compiler(source, name):
     """Every field of every struct, inner ones too, as NVRTC places it."""

@@ -53,6 +53,7 @@ def agree(found, expected, rtol):
 # ---------------------------------------------------------------- the estimate
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -193,6 +194,7 @@ def medium(qkv):
     return qkv(500, heads=4, kv_heads=2, head_dim=16)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("error", [0.01, 0.02])
 def test_the_largest_tau_of_an_error(error, medium):
     """With all segments: what the whole call makes."""
