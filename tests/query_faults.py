@@ -126,7 +126,8 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
     (
         "query_weights", QUERY,
         (
-            ("half of the queries do not count", "key scores", "larger_or_nan(s[0][j][e], s[0][j][2 + e]);", "s[0][j][e];"),
+            ("half of the queries do not count", "key scores", "larger_or_nan(s[0][j][e], s[0][j][2 + e]);",
+             "s[0][j][e];"),
             ("a share is left out", "key scores", "fmaf(of[0], scale, Float16::low(share))", "of[0] * scale"),
             ("shares are those of a step's first rows", "key scores", "[part * 8 + j * 4 + lane % 4]",
              "[j * 4 + lane % 4]"),
