@@ -110,7 +110,7 @@ struct Selected {
 #pragma unroll
         for (int j = 0; j < Traits::kKeyTiles; ++j)
 #pragma unroll
-          for (int e = 2 * h; e < 2 * h + 2; ++e) s[i][j][e] *= attention.scale();
+          for (int e = 2 * h; e < 2 * h + 2; ++e) s[i][j][e] = __fmul_rn(s[i][j][e], attention.scale());
 #pragma unroll
         for (int j = 0; j < Traits::kKeyTiles; ++j) top = fmaxf(top, fmaxf(s[i][j][2 * h], s[i][j][2 * h + 1]));
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));

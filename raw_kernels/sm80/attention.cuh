@@ -183,7 +183,7 @@ struct AttentionTile {
                                           uint32 (&p)[kRowTiles][Traits::kKeyTiles][2], int rows = 0) {
     // Rows that are taken together, so that one's shuffles run beside another's: as many as leave no kernel to spill.
     constexpr int kRows = 2 * kRowTiles;
-    constexpr int kTogether = kCopiesRuns<Traits> && !kSkipsValues<Traits> ? kRows : 2;
+    constexpr int kTogether = kSkipsValues<Traits> || !Traits::kAligned ? 2 : kCopiesRuns<Traits> ? kRows : 1;
     bool slight = kSkipsValues<Traits>;
 #pragma unroll
     for (int i = 0; i < kRows; i += kTogether) slight &= softmax<kTogether>(i, s, p, rows);
