@@ -181,9 +181,15 @@ struct AttentionTile {
   // kSkipsValues, true if the warp leaves that product out; `rows`: of the tile.
   __device__ __forceinline__ bool softmax(float (&s)[kRowTiles][Traits::kKeyTiles][4],
                                           uint32 (&p)[kRowTiles][Traits::kKeyTiles][2], int rows = 0) {
-    // Rows that are taken together, so that one's shuffles run beside another's: as many as leave no kernel to spill.
+    // Rows that are taken together, so that one's shuffles run beside another's: as many as leave no kernel to spill. Over
+    // pages and in ladders that are fewest before 9.0.
+#if __CUDA_ARCH__ < 900
+    constexpr int kFewest = 1;
+#else
+    constexpr int kFewest = 2;
+#endif
     constexpr int kRows = 2 * kRowTiles;
-    constexpr int kTogether = kSkipsValues<Traits> || !Traits::kAligned ? 2 : kCopiesRuns<Traits> ? kRows : 1;
+    constexpr int kTogether = kSkipsValues<Traits> || !Traits::kAligned ? 2 : kCopiesRuns<Traits> ? kRows : kFewest;
     bool slight = kSkipsValues<Traits>;
 #pragma unroll
     for (int i = 0; i < kRows; i += kTogether) slight &= softmax<kTogether>(i, s, p, rows);
