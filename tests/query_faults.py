@@ -17,6 +17,9 @@ BYTES = Case(heads=4, kv_heads=2, seqlen_q=2600, segment=128, head_dim=128, opti
 # Each key of a unit is a group.
 EACH_KEY = replace(QUERY, options={"tail": "none"})
 BYTES_OF_EACH_KEY = replace(BYTES, options={"tail": "none"})
+# The same by integers.
+INTEGERS = replace(BYTES_OF_EACH_KEY, seqlen_q=1100)
+INTEGERS_OF_GROUPS = replace(BYTES, seqlen_q=1100)
 ON_HOPPER = (BYTES, BYTES_OF_EACH_KEY)
 
 Rows = tuple[tuple[str, str, str, str], ...]
@@ -73,7 +76,7 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
     (
         "unit_rows", BYTES,
         (
-            ("the centre is not taken off", "8-bit rows", "x[e] = (x[e] - centre[e]) * factor", "x[e] = x[e] * factor"),
+            ("the centre is not taken off", "8-bit rows", ": (x[e] - centre[e]) * factor", ": x[e] * factor"),
             ("rows are scaled by more", "8-bit exponents", "kKeyExponent - half_exponent(longest)",
              "kKeyExponent + 5 - half_exponent(longest)"),
             ("groups are compared with the first one alone", "8-bit exponents", "longest = fmaxf(longest, length)",
@@ -87,8 +90,27 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
              "(four / 4 * 2 + 1 - row % 16 / 8) * 4"),
             ("two groups are exchanged", "8-bit rows", "cluster % 2 * 8", "(1 - cluster % 2) * 8"),
             ("rows are half as long", "8-bit rows", "power_of_two(exponent);", "power_of_two(exponent - 1);"),
-            ("shares stand with other rows", "key scores", "kTileRows + at.row] = share",
-             "kTileRows + (at.row ^ 1)] = share"),
+            ("shares stand with other rows", "key scores", "share_at(at.row)] = share",
+             "share_at(at.row ^ 1)] = share"),
+        ),
+    ),
+    (
+        "unit_rows_int8", INTEGERS_OF_GROUPS,
+        (
+            ("the centre is not taken off", "8-bit rows", "kIntegers ? x[e] - centre[e]", "kIntegers ? x[e]"),
+            ("each row has a step of its own", "8-bit steps", "of_turn[c - at % kClusters]", "of_turn[0]"),
+            ("rows eight apart are exchanged", "8-bit rows", "+ row % 16 / 8 * 4;", "+ (1 - row % 16 / 8) * 4;"),
+            ("two groups are exchanged", "8-bit rows", "kClusters + cluster) * 8", "kClusters + (cluster ^ 1)) * 8"),
+            ("columns four apart are exchanged", "8-bit rows", "to[2] = pack_int8", "to[0] = pack_int8"),
+            ("shares stand with other rows", "key scores", "row % 8 * 8 + row / 8;", "row % 8 * 8 + (row / 8 ^ 1);"),
+        ),
+    ),
+    (
+        "unit_rows_int8", replace(INTEGERS, poison=("k", 200, float("inf"))),
+        (
+            ("a row that is not finite has a part in the step", "8-bit steps", "of_row < infinity() ? of_row : 0.f",
+             "of_row"),
+            ("such a row is a row as others are", "8-bit rows", "share = kShareOfNan;", ";"),
         ),
     ),
     (
@@ -118,7 +140,7 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
     (
         "query_norms", BYTES,
         (
-            ("the centre's score is left in", "norms", "(p.query_scales ? centre[i][h] : 0.f)", "0.f"),
+            ("the centre's score is left in", "norms", "(p.less_centre ? centre[i][h] : 0.f)", "0.f"),
             ("products are scaled by half", "8-bit scales", "power_of_two(exponent + of_keys)",
              "power_of_two(exponent + of_keys - 1)"),
         ),
@@ -143,6 +165,49 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
             ("scores go to the neighbours", "key scores", "step * kUnits + lane / kLanes;",
              "step * kUnits + (lane / kLanes ^ 1);"),
         ),
+    ),
+    (
+        "query_weights_int8", INTEGERS,
+        (
+            ("half of the queries do not count", "key scores", "eight < Traits::kQueries / 8;",
+             "eight < Traits::kQueries / 16;"),
+            ("a share is left out", "key scores", "share - smallest)", "-smallest)"),
+            ("the smallest norm is left out", "key scores", "share - smallest)", "share)"),
+            ("every query has the smallest norm", "key scores", "= norm - least;", "= 0.f;"),
+            ("a norm stands with the query beside its own", "key scores", "[threadIdx.x % 2] = shared",
+             "[1 - threadIdx.x % 2] = shared"),
+            ("norms are cut off too soon", "key scores", "kOrigin - kMostLess));", "kOrigin - 1e3f));"),
+            ("columns are read twice", "key scores", "multiply_int8(d[i], keys.rows[i][c], x[c][0], x[c][1], d[i]);",
+             "multiply_int8(d[i], keys.rows[i][0], x[0][0], x[0][1], d[i]);"),
+            ("columns 32 apart are exchanged", "key scores", "[eighth / 4 % 2 * 2];", "[(1 - eighth / 4 % 2) * 2];"),
+            ("a lane has its own columns' maxima", "key scores",
+             "x = larger_or_nan(x, __shfl_xor_sync(kFullWarp, x, 2));", ";"),
+            ("a unit has its neighbour's step", "key scores", "v * 8 + lane / 4];", "v * 8 + (lane / 4 ^ 1)];"),
+            ("scores go to the neighbours", "key scores", "+ v) * 8 + lane / 4;", "+ v) * 8 + (lane / 4 ^ 1);"),
+            ("every head has the first one's units", "key scores", "block.kv_head() * Rows::tiles",
+             "0 * Rows::tiles"),
+            ("every warp has the first one's tiles", "key scores", "Traits::kWarps + warp) * 4",
+             "Traits::kWarps) * 4"),
+            ("queries are larger than their step says", "key scores", "= __frcp_rn(of_element);",
+             "= 1.1f * __frcp_rn(of_element);"),
+        ),
+    ),
+    (
+        "query_weights_int8", INTEGERS_OF_GROUPS,
+        (
+            ("two units of a lane have one's step", "key scores", "keys.scales[v] * step", "keys.scales[0] * step"),
+            ("two units of a lane begin as one does", "key scores", "fmaf(-x, to_sum[v], kOrigin)",
+             "fmaf(-x, to_sum[0], kOrigin)"),
+        ),
+    ),
+    (
+        "query_weights_int8", replace(INTEGERS, scale=-0.3),
+        (("the sign of the scale is lost", "key scores", "p.scale_log2 < 0.f ? -inverse : inverse", "inverse"),),
+    ),
+    (
+        "query_weights_int8", replace(INTEGERS, seqlen_q=300, poison=("q", 200, float("inf"))),
+        (("a query that is not finite is as others are", "key scores", "not_finite |= shared.not_finite[w] != 0;",
+          ";"),),
     ),
     (
         "query_weights_sm90", replace(BYTES, seqlen_q=300, poison=("q", 200, float("inf"))),

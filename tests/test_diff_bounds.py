@@ -17,6 +17,7 @@ from test_diffing import stand_in
 
 from s2o_cupy import S2OConfig
 from s2o_cupy.problem import Problem
+from s2o_cupy.selection.orders.query import E4M3, INT8, WIDE
 from s2o_cupy.spec import LOG2E, moment_keys
 from s2o_cupy.tools.diff_stages import BeforeTail
 from s2o_cupy.tools.diffing import DiffReport, compare
@@ -40,7 +41,7 @@ class Call:
 
     config: S2OConfig
     common: float = 0.0
-    in_bytes: bool = False
+    number: str = WIDE
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(5)
@@ -53,7 +54,7 @@ class Call:
 
     def stages(self) -> Any:
         """GpuStages; none of what it may lack is looked at where it does."""
-        return stand_in(self.q, self.k, self.v, self.problem, self.config, self.in_bytes, exact=True)
+        return stand_in(self.q, self.k, self.v, self.problem, self.config, self.number, exact=True)
 
     def report(self, stages: Any) -> DiffReport:
         return compare(stages, self.q, self.k, self.v, self.problem, self.config)
@@ -67,6 +68,12 @@ class Call:
         """Bound on products' sums [.., D] x [.., D], in units of log2."""
         largest = [np.abs(x).reshape(-1, HEAD_DIM).max(axis=0) for x in (queries, keys)]
         return float(self.scale * LOG2E * (largest[0] * largest[1]).sum())
+
+    def step_of_sums(self, stages: Any) -> float:
+        """What one of a sum of integers stands for, in units of log2: of the best unit of the last segment."""
+        unit = int(stages.scores[2][0, 1].argmax())
+        largest = np.abs(self.q[0, 1, BEHIND]).max()
+        return float(self.scale * LOG2E * stages.query.steps[0, 0, unit] * largest / 127)
 
 
 def is_ok(report: DiffReport, stage: str) -> bool:
@@ -95,6 +102,7 @@ def of_bytes(call: Call, stages: Any) -> tuple[np.ndarray, tuple[int, ...], floa
     return of_scores(stages, lambda score: (norm + 8) * 4 * U + score * 2 * U)
 
 
+NUMBERS = {"in e4m3": E4M3, "in integers": INT8}
 ROUNDINGS: dict[tuple[str, str], Place] = {
     ("pooled_queries", "mean"): lambda c, s: (s.pooled, (0, 1, 2, 0, 3), np.abs(c.q[0, 1, BEHIND, 3]).mean() * U),
     ("unit means", "weight"): lambda c, s: (s.unit_keys, (0, 0, 5, 0, 3), np.abs(c.k[0, 0, 40:48, 3]).mean() * U),
@@ -108,7 +116,9 @@ ROUNDINGS: dict[tuple[str, str], Place] = {
     ("key scores", "mean"): lambda c, s: of_scores(s, lambda score: score * U),
     ("key scores", "weight"): lambda c, s: of_scores(s, lambda score: score * U),
     ("key scores", "query"): lambda c, s: of_scores(s, lambda score: score * U),
-    ("key scores", "query in 8 bits"): of_bytes,
+    ("key scores", "query in e4m3"): of_bytes,
+    ("key scores", "query in integers"): lambda c, s: of_scores(
+        s, lambda score: 3 * c.step_of_sums(s) + score * U),
     ("pass 1 state", "mean"): lambda c, s: (s.m1, (0, 1, ROW), 2.0**-18 + 4 * np.abs(s.m1[0, 1, ROW]) * U32),
     ("pass 1 output", "mean"): lambda c, s: (s.o1, (0, 1, ROW, 3), 2 * U),  # of weights, and of the output
     ("output", "mean"): lambda c, s: (s.o, (0, 1, ROW, 3), 3 * U),  # and of what pass 1 hands over
@@ -137,7 +147,8 @@ SUMS: dict[tuple[str, str], Place] = {
 def test_a_number_that_is_off(stage: str, config: str, is_common: bool, sign: int) -> None:
     place = (SUMS if is_common else ROUNDINGS)[stage, config]
     for part, ok in ((0, True), (0.5, True), (2, False)):
-        call = Call(CONFIGS[config.split()[0]], COMMON * is_common, in_bytes="bits" in config)
+        number = NUMBERS.get(config.partition(" ")[2], WIDE)
+        call = Call(CONFIGS[config.split()[0]], COMMON * is_common, number)
         stages = call.stages()
         array, at, allowed = place(call, stages)
         array[at] += sign * part * allowed

@@ -19,22 +19,25 @@ from gpu_cases import CASES
 from s2o_cupy import S2OConfig, S2OError
 from s2o_cupy.problem import Problem
 from s2o_cupy.reference import key_order, ordering, s2o
+from s2o_cupy.selection.orders.query import E4M3, INT8, WIDE
 from s2o_cupy.spec import BLOCK_UNITS, KEY_EXPONENT, LOG2E, MOST_EXPONENT, QUERY_EXPONENT, Geometry
 from s2o_cupy.tools.diff_query_weights import (
     QueryStages,
     _compare_exponents,
     as_e4m3,
+    as_int8,
     capture,
     half_exponent,
     keep_two,
     longest_of_keys,
+    step_of_int8,
 )
 from s2o_cupy.tools.diff_report import Row, Rows
 from s2o_cupy.tools.diffing import GpuStages, compare, diff
 
 STAGES = (
-    "pooled_queries", "query order", "unit means", "groups", "shares", "block means", "8-bit exponents", "8-bit rows",
-    "norms", "8-bit scales", "outliers", "key scores", "key order",
+    "pooled_queries", "query order", "unit means", "groups", "shares", "block means", "8-bit exponents", "8-bit steps",
+    "8-bit rows", "norms", "8-bit scales", "outliers", "key scores", "key order",
     "pass 1 state", "pass 1 output", "stop", "output", "lse",
 )  # fmt: skip
 CONFIGS = {
@@ -46,9 +49,9 @@ CONFIGS = {
 }
 
 
-def stand_in(q, k, v, problem: Problem, config: S2OConfig, in_bytes: bool = False, exact: bool = False) -> GpuStages:
-    """What a right GPU would capture: float32 stages, P and the hand-over rounded to the dtype. ``in_bytes``: queries
-    and groups of keys are multiplied in 8 bits. ``exact``: all in float64, and nothing is rounded but to 8 bits."""
+def stand_in(q, k, v, problem: Problem, config: S2OConfig, number: str = WIDE, exact: bool = False) -> GpuStages:
+    """What a right GPU would capture: float32 stages, P and the hand-over rounded to the dtype. ``number``: what
+    queries and groups of keys are multiplied as. ``exact``: all in float64, and nothing is rounded but to 8 bits."""
     dtype, half = (np.dtype(np.float64),) * 2 if exact else (q.dtype, np.dtype(np.float16))
     q, k, v = (x.astype(np.float64 if exact else np.float32) for x in (q, k, v))
     scale = problem.scale
@@ -59,12 +62,12 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig, in_bytes: bool = Fals
     q_order = s2o.query_order(q, k, geometry, config.block_m)
     state1 = s2o.pass1(q, k, v, geometry, scale, problem.softcap)
     own = s2o.finish(state1)[1]
-    of_query = query_stages(q, k, own, geometry, config, scale, in_bytes) if config.rank == "query" else None
+    of_query = query_stages(q, k, own, geometry, config, scale, number) if config.rank == "query" else None
     of_units = s2o.unit_keys(k, geometry) if config.rank == "weight" else None
     scores, k_order, positions = [], [], []
     for n in range(geometry.segments):
-        if of_query is not None and in_bytes:
-            scores.append(scores_of_bytes(q, of_query, n, geometry).astype(half))
+        if of_query is not None and number != WIDE:
+            scores.append(scores_of_bytes(q, of_query, n, geometry, scale).astype(half))
         elif of_query is not None:
             shares = np.exp2(of_query.shares.astype(q.dtype))
             found = ordering.query_weights(q, of_query.norms, of_query.keys, shares, n, geometry, scale)
@@ -88,19 +91,31 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig, in_bytes: bool = Fals
     )  # fmt: skip
 
 
-def query_stages(q, k, own, geometry, config: S2OConfig, scale: float, in_bytes: bool) -> QueryStages:
+def query_stages(q, k, own, geometry, config: S2OConfig, scale: float, number: str) -> QueryStages:
     """Of rank="query"."""
     found = ordering.unit_clusters(k, geometry, config.groups)
     with np.errstate(divide="ignore"):
         shares = np.log2(found.shares).astype(np.float16 if q.dtype == np.float32 else q.dtype)
     centre = found.means[:, :, : geometry.leading_units].mean(axis=2, keepdims=True)
     blocks = ordering.block_keys(found.means)
-    norms = ordering.query_norms(q, found.means, blocks, own, geometry, scale, centre[:, :, 0] if in_bytes else None)
+    less = None if number == WIDE else centre[:, :, 0]
+    norms = ordering.query_norms(q, found.means, blocks, own, geometry, scale, less)
     stages = QueryStages(found.keys, shares, found.means, np.concatenate([centre, blocks], axis=2), norms)
-    return with_bytes(stages, q, geometry, scale) if in_bytes else stages
+    if number == INT8:
+        return with_integers(stages)
+    return with_floats(stages, q, geometry, scale) if number == E4M3 else stages
 
 
-def with_bytes(stages: QueryStages, q, geometry, scale: float) -> QueryStages:
+def with_integers(stages: QueryStages) -> QueryStages:
+    """Rows of which a unit's largest element is 127."""
+    off_centre = stages.keys - stages.blocks[:, :, :1, None]
+    off_centre[np.isneginf(stages.shares)] = 0
+    steps = step_of_int8(np.abs(off_centre.astype(np.float32)).max(axis=(3, 4)))
+    rows = as_int8(off_centre.astype(np.float32), steps[..., None, None])
+    return replace(stages, rows=rows, steps=steps)
+
+
+def with_floats(stages: QueryStages, q, geometry, scale: float) -> QueryStages:
     """Rows and scales such that the first keys are shorter than 2^(KEY_EXPONENT + 1), queries than 2^(QUERY_EXPONENT +
     1)."""
     off_centre = stages.keys - stages.blocks[:, :, :1, None]
@@ -118,20 +133,23 @@ def with_bytes(stages: QueryStages, q, geometry, scale: float) -> QueryStages:
 
 
 @pytest.mark.parametrize("alike", [1.0, 2.0**-6, 2.0**-8, 2.0**-10])
-def test_first_keys_that_are_alike_leave_room_for_others(rng, alike):
+@pytest.mark.parametrize("number", [E4M3, INT8])
+def test_first_keys_that_are_alike_leave_room_for_others(rng, alike, number):
     """As of repeated tokens: what later keys differ by is no multiple of what these do. The first ten units by 8 bits
-    are among the first twenty by the same elements before they are rounded."""
+    are among the first twenty, of integers the first twelve, by the same elements before they are rounded."""
     q, k = rng.standard_normal((2, 1, 1, 2048, 128))
     k[:, :, :128] = k[:, :, :1] + alike * k[:, :, :128]
     config, scale = S2OConfig(dense_last=0), 128**-0.5
     geometry = Geometry(2048, 2048, config.segment, unit=config.unit)
-    stages = query_stages(q, k, np.zeros((1, 1, 2048)), geometry, config, scale, in_bytes=True)
+    stages = query_stages(q, k, np.zeros((1, 1, 2048)), geometry, config, scale, number)
     n, centre = geometry.segments - 1, stages.blocks[:, :, 0]
     norms = stages.norms + (q @ centre[..., None])[..., 0] * (scale * LOG2E)  # of keys as they are
-    kept = keep_two(stages.keys - stages.blocks[:, :, :1, None]) + stages.blocks[:, :, :1, None]
+    kept = stages.keys
+    if number == E4M3:
+        kept = keep_two(stages.keys - stages.blocks[:, :, :1, None]) + stages.blocks[:, :, :1, None]
     exact = ordering.query_weights(q, norms, kept, np.exp2(stages.shares.astype(float)), n, geometry, scale)
-    found = scores_of_bytes(q, stages, n, geometry)
-    first = set(np.argsort(-exact[0, 0])[:20])
+    found = scores_of_bytes(q, stages, n, geometry, scale)
+    first = set(np.argsort(-exact[0, 0])[: 20 if number == E4M3 else 12])
     assert first.issuperset(np.argsort(-found[0, 0])[:10])
 
 
@@ -183,26 +201,62 @@ def test_rows_of_8_bits_are_read_where_a_gpu_puts_them(rng, head_dim, width, clu
     np.testing.assert_array_equal(stages.blocks[0], host["block_keys"].view(np.float16)[..., :head_dim])
 
 
-def scores_of_bytes(q, stages: QueryStages, n: int, geometry) -> np.ndarray:
+@pytest.mark.parametrize(("head_dim", "width", "clusters"), [(64, 64, 2), (72, 128, 4), (128, 128, 8)])
+def test_rows_of_integers_are_read_where_a_gpu_puts_them(rng, head_dim, width, clusters):
+    """By thread and register: raw_kernels/selection/unit_tile.cuh says where. Those whose share is NaN are NaN."""
+    config = S2OConfig(rank="query", segment=256, unit=8, clusters=clusters)
+    problem = Problem(1, 2, 2, 1100, 1100, head_dim, "float16", True, 0.1)
+    units = problem.geometry(config).units
+    expected = rng.integers(-127, 128, (2, units, clusters, width))
+    head, unit, cluster, column = np.ogrid[:2, :units, :clusters, :width]
+    of_tile = unit % (64 // clusters)
+    tile, row = unit // (64 // clusters), of_tile % 8 + (of_tile // 8 * clusters + cluster) * 8
+    thread = row % 8 * 4 + column % 32 // 8
+    of_thread = column % 8 // 4 * 8 + row % 16 // 8 * 4 + column % 4
+    tiles = np.full((2, 2 * 2 * clusters, 64 * width), 255, np.uint8)
+    at = ((row // 16 * (width // 32) + column // 32) * 32 + thread) * 16 + of_thread
+    tiles[head, tile, at] = expected.astype(np.int8).view(np.uint8)
+    shares = np.zeros((2, 2 * 2 * clusters, 64), np.float16)
+    shares[1, 20 // (64 // clusters), (row % 8 * 8 + row // 8)[0, 20, 1, 0]] = np.nan
+
+    host = {
+        "block_keys": np.zeros((2, 1 + units // BLOCK_UNITS, width), np.uint16),
+        "unit_rows": tiles, "row_shares": shares, "unit_scales": rng.random((2, 256)).astype(np.float32),
+    }  # fmt: skip
+    stages = capture(None, "unit_rows", host.__getitem__, host, np.float16, problem, config)
+    is_nan = (head == 1) & (unit == 20) & (cluster == 1)
+    np.testing.assert_array_equal(stages.rows[0], np.where(is_nan, np.nan, expected)[..., :head_dim])
+    np.testing.assert_array_equal(stages.steps[0], host["unit_scales"][:, :units])
+    assert stages.exponents is None
+
+
+def scores_of_bytes(q, stages: QueryStages, n: int, geometry, scale: float) -> np.ndarray:
     """What products of 8 bits make of segment ``n``'s units."""
     (first, end), units = geometry.queries(n), ordering.ranked_units(n, geometry)
     group = q.shape[1] // stages.rows.shape[1]
     rows, shares = (x[:, :, units].repeat(group, axis=1).astype(np.float32) for x in (stages.rows, stages.shares))
-    rounded = as_e4m3(q[:, :, first:end] * stages.scales[:, :, n, :1, None])  # [B, H, queries, D]
-    products = np.einsum("bhqd,bhucd->bhucq", rounded, rows) / stages.scales[:, :, n, 1][..., None, None, None]
+    queries = q[:, :, first:end]  # [B, H, queries, D]
+    if stages.steps is not None:
+        step = step_of_int8(np.abs(queries.astype(np.float32)).max(axis=(2, 3)))  # [B, H]
+        rounded = as_int8(queries.astype(np.float32), step[..., None, None])
+        of_keys = stages.steps[:, :, units].repeat(group, axis=1) * (scale * LOG2E)  # [B, H, units]
+        products = np.einsum("bhqd,bhucd->bhucq", rounded, rows) * (of_keys * step[..., None])[..., None, None]
+    else:
+        rounded = as_e4m3(queries * stages.scales[:, :, n, :1, None])
+        products = np.einsum("bhqd,bhucd->bhucq", rounded, rows) / stages.scales[:, :, n, 1][..., None, None, None]
     weights = products + shares[..., None] - stages.norms[:, :, None, None, first:end]
     return weights.max(axis=(3, 4))
 
 
 def make(
     config: S2OConfig, dtype=ml_dtypes.bfloat16, scale: float = 0.3, is_causal: bool = True, softcap: float = 0.0,
-    in_bytes: bool = False,
+    number: str = WIDE,
 ):  # fmt: skip
     rng = np.random.default_rng(7)
     q = rng.standard_normal((2, 4, 200, 24)).astype(dtype)
     k, v = (rng.standard_normal((2, 2, 230, 24)).astype(dtype) for _ in range(2))
     problem = Problem(2, 4, 2, 200, 230, 24, q.dtype.name, is_causal, scale, softcap)
-    return stand_in(q, k, v, problem, config, in_bytes), (q, k, v, problem, config)
+    return stand_in(q, k, v, problem, config, number), (q, k, v, problem, config)
 
 
 def is_of(stage: str, rank: str) -> bool:
@@ -210,7 +264,7 @@ def is_of(stage: str, rank: str) -> bool:
     ranks = {
         "pooled_queries": ("weight", "max", "mean"), "unit means": ("weight", "query"), "outliers": ("weight",),
         "groups": ("query",), "shares": ("query",), "block means": ("query",), "norms": ("query",),
-        "8-bit exponents": (), "8-bit rows": (), "8-bit scales": (),
+        "8-bit exponents": (), "8-bit steps": (), "8-bit rows": (), "8-bit scales": (),
     }  # fmt: skip
     return rank in ranks.get(stage, (rank,))
 
@@ -231,11 +285,14 @@ def test_right_stages_agree(config: S2OConfig, dtype, is_causal: bool) -> None:
 
 @pytest.mark.parametrize(("unit", "clusters"), [(4, 2), (4, 4), (8, 4), (8, 8), (16, 8)])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_right_stages_of_8_bits_agree(unit: int, clusters: int, is_causal: bool) -> None:
+@pytest.mark.parametrize("number", [E4M3, INT8])
+def test_right_stages_of_8_bits_agree(unit: int, clusters: int, is_causal: bool, number: str) -> None:
     config = replace(CONFIGS["query"], unit=unit, clusters=clusters)
-    stages, problem = make(config, is_causal=is_causal, in_bytes=True)
+    stages, problem = make(config, is_causal=is_causal, number=number)
     report = compare(stages, *problem)
-    assert {"8-bit exponents", "8-bit rows", "8-bit scales"} < {row.stage for row in report.rows}
+    of_floats, of_integers = {"8-bit exponents", "8-bit scales"}, {"8-bit steps"}
+    found = {row.stage for row in report.rows if row.stage.startswith("8-bit")}
+    assert found == {"8-bit rows"} | (of_floats if number == E4M3 else of_integers)
     assert report.ok, report.table()
 
 
@@ -342,6 +399,7 @@ FAULTS = {
     "shares": lambda s: s.query.shares.__setitem__((1, 1, 20, 0), s.query.shares[1, 1, 20, 0] + 1),
     "block means": lambda s: larger(s.query.blocks, (1, 1, 0, 2)),
     "8-bit exponents": lambda s: s.query.exponents.__setitem__((1, 1), s.query.exponents[1, 1] + 1),
+    "8-bit steps": lambda s: larger(s.query.steps, (1, 1, 20)),
     "8-bit rows": lambda s: larger(s.query.rows, (1, 1, 20, 0, 2)),
     "norms": lambda s: larger(s.query.norms, (1, 2, 100)),
     "8-bit scales": lambda s: s.query.scales.__setitem__((1, 2, 3, 1), s.query.scales[1, 2, 3, 1] * 2),
@@ -356,23 +414,24 @@ FAULTS = {
 }
 
 
-OF_QUERIES = ("unit means", "groups", "shares", "block means", "8-bit exponents", "8-bit rows", "norms",
-              "8-bit scales", "key scores")  # fmt: skip
+OF_QUERIES = ("unit means", "groups", "shares", "block means", "8-bit exponents", "8-bit steps", "8-bit rows",
+              "norms", "8-bit scales", "key scores")  # fmt: skip
 OF_UNITS = ("unit means", "outliers")
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("stage", "config", "in_bytes"),
+    ("stage", "config", "number"),
     [
-        *((stage, "weight" if stage in OF_UNITS else "paper", False) for stage in STAGES
+        *((stage, "weight" if stage in OF_UNITS else "paper", WIDE) for stage in STAGES
           if stage in OF_UNITS or stage not in OF_QUERIES[:-1]),
-        *((stage, "query", False) for stage in OF_QUERIES if not stage.startswith("8-bit")),
-        *((stage, "query", True) for stage in OF_QUERIES),
+        *((stage, "query", WIDE) for stage in OF_QUERIES if not stage.startswith("8-bit")),
+        *((stage, "query", E4M3) for stage in OF_QUERIES if stage != "8-bit steps"),
+        *((stage, "query", INT8) for stage in OF_QUERIES if stage not in ("8-bit exponents", "8-bit scales")),
     ],
 )  # fmt: skip
-def test_a_fault_is_found_where_it_is(stage: str, config: str, in_bytes: bool) -> None:
-    stages, problem = make(CONFIGS[config], in_bytes=in_bytes)
+def test_a_fault_is_found_where_it_is(stage: str, config: str, number: str) -> None:
+    stages, problem = make(CONFIGS[config], number=number)
     faulty = copy.deepcopy(stages)
     FAULTS[stage](faulty)
     report = compare(faulty, *problem)
@@ -396,7 +455,7 @@ def test_8_bits_that_are_scaled_wrongly_all_along(off: int, monkeypatch) -> None
     """Rows, scales and scores that follow from a wrong power of two agree with each other."""
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules[__name__], "KEY_EXPONENT", KEY_EXPONENT + off)
-        stages, problem = make(CONFIGS["query"], in_bytes=True)
+        stages, problem = make(CONFIGS["query"], number=E4M3)
     report = compare(stages, *problem)
     assert [row.stage for row in report.rows if not row.ok][:1] == ["8-bit exponents"], report.table()
 
@@ -414,16 +473,16 @@ def test_powers_of_two_that_rounding_may_make(longest: float, lengths: set[int])
     assert [n == 0 for n in wrong] == [power in lengths for power in range(-9, 9)]
 
 
-@pytest.mark.parametrize("in_bytes", [False, True])
+@pytest.mark.parametrize("number", [WIDE, E4M3, INT8])
 @pytest.mark.parametrize("wrong", ["shifted", "noisy"])
-def test_scores_are_held_to_their_own_rounding(in_bytes: bool, wrong: str) -> None:
+def test_scores_are_held_to_their_own_rounding(number: str, wrong: str) -> None:
     """head_dim 128 and normal inputs, of which scores deviate by 0.5: off by as much, or noise of that size, is a
     fault."""
     rng = np.random.default_rng(7)
     q, k, v = (rng.standard_normal((1, heads, 200, 128)).astype(ml_dtypes.bfloat16) for heads in (2, 1, 1))
     problem = Problem(1, 2, 1, 200, 200, 128, q.dtype.name, True, 128**-0.5)
     config = CONFIGS["query"]
-    stages = stand_in(q, k, v, problem, config, in_bytes)
+    stages = stand_in(q, k, v, problem, config, number)
     assert compare(stages, q, k, v, problem, config).ok
     for scores in stages.scores:
         off = 0.5 if wrong == "shifted" else rng.uniform(-0.6, 0.6, scores.shape)
@@ -460,7 +519,7 @@ def test_sums_beyond_float16_are_counted() -> None:
     q, k, v = (rng.standard_normal((1, 1, 96, 64)).astype(np.float16) for _ in range(3))
     k[..., 60:, :] *= 1000  # of the first keys comes the power of two that all are scaled by
     problem = Problem(1, 1, 1, 96, 96, 64, "float16", True, 0.1)
-    report = compare(stand_in(q, k, v, problem, CONFIGS["query"], in_bytes=True), q, k, v, problem, CONFIGS["query"])
+    report = compare(stand_in(q, k, v, problem, CONFIGS["query"], E4M3), q, k, v, problem, CONFIGS["query"])
     (note,) = (row.note for row in report.rows if row.stage == "key scores")
     assert re.fullmatch(r"\[segment, batch, head, unit\]; [1-9]\d* not compared: sums beyond float16", note)
 

@@ -21,7 +21,7 @@ from s2o_cupy.plan.launches import launches, workspace
 from s2o_cupy.selection.methods import make_plan
 from s2o_cupy.selection.orders import query
 
-ON_A_GPU = pytest.mark.skipif(not (has_gpu() and has_hopper()), reason="no Hopper GPU, which has rows of 8 bits")
+ON_A_GPU = pytest.mark.skipif(not (has_gpu() and has_hopper()), reason="no Hopper GPU, which has both paths")
 ONE_HEAD = 100 * 4 * 64 * 2  # bytes of a KV head's groups: 100 units of 4 groups, head_dim 64
 
 
@@ -34,10 +34,10 @@ def limit(request, monkeypatch):
     clear_cache()
 
 
-def planned(**sizes):
+def planned(capability=90, **sizes):
     config = S2OConfig(clusters=4, dense_up_to=0)
     problem = a_problem(**{"batch": 2, "heads": 6, "kv_heads": 3, "seqlen_q": 800, "head_dim": 64, **sizes})
-    return plan_of(problem, config), problem, config
+    return plan_of(problem, config, capability), problem, config
 
 
 def starts_of(launch, name):
@@ -75,9 +75,10 @@ def test_sequences_that_fit_share_a_turn():
         assert plan.method.order.turns() == turns
 
 
-def test_every_head_has_a_turn(limit):
+@pytest.mark.parametrize("capability", [80, 90])
+def test_every_head_has_a_turn(limit, capability):
     """In order, and none with heads of two sequences, as kernels find a head's sequence by counting."""
-    plan, problem, config = planned()
+    plan, problem, config = planned(capability)
     turns = plan.method.order.turns()
     assert [*itertools.chain(*turns)] == [*range(6)]
     whole = all(heads.start % 3 == heads.stop % 3 == 0 for heads in turns)
@@ -89,7 +90,8 @@ def test_every_head_has_a_turn(limit):
     assert memory.places["cluster_keys"].shape[0] == max(map(len, turns))
     of_head = -(-800 // 256)  # unit_clusters: 256 keys a block of threads
     assert [x.blocks for x in made if x.stage == "unit_keys"] == [len(heads) * of_head for heads in turns]
-    for name, bytes_of_head in (("unit_means", 100 * 64 * 2), ("key_exponents", 4)):
+    of_rows = ("key_exponents", 4) if capability == 90 else ("unit_scales", 128 * 4)
+    for name, bytes_of_head in (("unit_means", 100 * 64 * 2), of_rows):
         written = [begin - memory.places[name].offset for x in made if x.stage == "unit_rows"
                    for begin in starts_of(x, name)]  # fmt: skip
         assert written == [heads.start * bytes_of_head for heads in turns]
@@ -130,10 +132,11 @@ def test_moments_of_some_heads_at_a_time(monkeypatch, at_once, turns, paging):
 @pytest.mark.gpu
 @ON_A_GPU
 @pytest.mark.parametrize("arrange", ["contiguous", "BSHD", "one head for all"])
-def test_turns_change_no_bit(limit, arrange):
+@pytest.mark.parametrize("path", ["hopper", "portable"])
+def test_turns_change_no_bit(limit, arrange, path):
     case = Case(batch=2, heads=6, kv_heads=3, seqlen_q=800, head_dim=64, options={"clusters": 4, "dense_up_to": 0},
                 arrange=arrange)  # fmt: skip
-    report = run_diff(case, "hopper")
+    report = run_diff(case, path)
     assert report.ok, report.table()
 
 
@@ -143,6 +146,7 @@ def test_turns_change_no_bit(limit, arrange):
     ("module", "bound", "options"),
     [
         (query, "GROUPED_BYTES", {"clusters": 4, "path": "hopper"}),
+        (query, "GROUPED_BYTES", {"clusters": 4, "path": "portable"}),
         (tail, "PARTS_BYTES", {"path": "hopper"}), (tail, "PARTS_BYTES", {"path": "portable"}),
     ],
 )  # fmt: skip

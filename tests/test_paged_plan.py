@@ -37,7 +37,7 @@ def kernels_of(plan, problem, config, paging=None):
     """By the function without its path, all that a call launches."""
     memory = workspace(plan, problem, config)
     steps = launches(plan, problem, config, operands_of(problem, paging), memory, paging)
-    return {x.kernel.function.removesuffix("_sm90"): x.kernel for x in steps}
+    return {x.kernel.function.removesuffix("_sm90").removesuffix("_int8"): x.kernel for x in steps}
 
 
 @pytest.mark.parametrize("path", ["auto", "portable"])
@@ -49,8 +49,9 @@ def test_what_the_kernels_get(path, rank):
     steps = launches(plan, PROBLEM, config, operands_of(PROBLEM, paging), workspace(plan, PROBLEM, config), paging)
     for step in steps:
         params, shift = step.params, 0
-        of_keys = step.kernel.function == "unit_rows" and plan.method.order.of_keys
-        if step.kernel.function in ("pool_queries", "unit_rows", "query_norms", "key_moments") and not of_keys:
+        function = step.kernel.function.removesuffix("_int8")
+        of_keys = function == "unit_rows" and plan.method.order.of_keys
+        if function in ("pool_queries", "unit_rows", "query_norms", "key_moments") and not of_keys:
             # They read no keys.
             assert not step.kernel.paged
             continue

@@ -5,7 +5,7 @@
 //                              + what pass 1 has found / keys of a unit )
 //
 //   x(key) = scale_log2 * query . key. Less x(centre) where unit_rows has keys less the centre. A norm that is not finite
-//   is 0. For these also, of each segment: how its queries are scaled to 8 bits.
+//   is 0. For e4m3 also, of each segment: how its queries are scaled.
 //
 // Means of blocks hide a key that a query looks for, so that such a query's norm comes out too small and what it looks
 // for too large: it comes first.
@@ -28,6 +28,7 @@ struct QueryNormsParams {
   int tiles;                 // of a full segment's queries
   int head_tiles;            // of a head's
   int aligned;               // every row of q starts on 16 bytes
+  int less_centre;           // whether what is multiplied is less the centre
   float scale_log2;          // scale * log2(e), with its sign
 };
 
@@ -276,7 +277,7 @@ struct QueryNorms {
         sum += __shfl_xor_sync(kFullWarp, sum, 1);
         sum += __shfl_xor_sync(kFullWarp, sum, 2);
         sum += own_l * exp2_approx(of_own - base);
-        const float norm = base + __log2f(sum) - (p.query_scales ? centre[i][h] : 0.f);
+        const float norm = base + __log2f(sum) - (p.less_centre ? centre[i][h] : 0.f);
         if (r < count && lane % 4 == 0) p.norms[of_head + r] = fabsf(norm) < infinity() ? norm : 0.f;
       }
   }
@@ -328,10 +329,8 @@ __device__ __forceinline__ void query_norms(const QueryNormsParams& p, typename 
 #pragma unroll
     for (int h = 0; h < 2; ++h) norms.m[i][h] = -infinity(), norms.l[i][h] = 0.f;
   norms.walk();
-  if (p.query_scales) {  // late: registers are few
-    norms.find_centre();
-    norms.store_scale();
-  }
+  if (p.less_centre) norms.find_centre();  // late: registers are few
+  if (p.query_scales) norms.store_scale();
   norms.store();
 }
 

@@ -13,6 +13,7 @@ struct RankKeysParams {
   const uint16* cluster_shares;  // [batch * kv_heads, units, clusters], of query_weights
   const uint32* unit_rows;    // [batch * kv_heads, tiles, KeyTile::kBytes / 4], of rank="query" in 8 bits (unit_rows.cu)
   const uint16* row_shares;   // [batch * kv_heads, tiles, 64], likewise
+  const float* unit_scales;   // [batch * kv_heads, tiles, units of a tile], of integers: what a step of their elements is
   const float* norms;         // [batch * heads, seqlen_q], of rank="query" (query_norms.cu)
   const float2* query_scales; // [batch * heads, segments], in 8 bits: of queries, of products
   uint16* scores;          // rows of the chunk (Chunk::place) by unit: float16, in log2 of a softmax weight

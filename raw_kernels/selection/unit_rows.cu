@@ -2,11 +2,16 @@
 //
 //   block_keys [batch * kv_heads, 1 + blocks, kHeadDim], in the input's dtype: the centre, which is the mean of the first
 //              units' means; then of each kBlockUnits neighbouring whole units the mean of their means
-//   unit_rows  [batch * kv_heads, tiles, KeyTile::kBytes], for wgmma: cluster_keys less the centre and times a power of
-//              two, in e4m3, of every four elements the two largest, and which these are, in the order in which
-//              query_weights_sm90.cu reads them (unit_tile.cuh)
+//   unit_rows  [batch * kv_heads, tiles, bytes of a tile]: cluster_keys less the centre in 8 bits, in the order in which they
+//              are multiplied (unit_tile.cuh)
 //   row_shares [batch * kv_heads, tiles, 64]: cluster_shares in that order
+//
+// unit_rows, for query_weights_sm90.cu, has e4m3 of rows times a power of two, of every four elements the two largest, and
+// which these are:
 //   key_exponents [batch * kv_heads]: that power of two
+//
+// unit_rows_int8, for query_weights_int8.cu, has integers, which know no NaN; of a row that is not finite the share is NaN:
+//   unit_scales [batch * kv_heads, runs * kSuperUnits]: what a step of the elements of each unit is
 //
 // The centre moves all scores of a query alike, so that it changes no weight; without it keys that lie far from zero, all
 // on one side, would share few of the steps of 8 bits. It comes of the first keys, which every segment with candidates
@@ -23,9 +28,10 @@ struct UnitRowsParams {
   const uint16* cluster_keys;    // [batch * kv_heads, units, clusters, kHeadDim]; null: each key is a group
   const uint16* cluster_shares;  // [batch * kv_heads, units, clusters]
   uint16* block_keys;            // [batch * kv_heads, 1 + blocks, kHeadDim]
-  uint32* unit_rows;             // [batch * kv_heads, tiles, KeyTile::kBytes / 4]: four bytes each; null: not wanted
+  uint32* unit_rows;             // [batch * kv_heads, tiles, bytes of a tile / 4]: four bytes each; null: not wanted
   uint16* row_shares;            // [batch * kv_heads, tiles, 64]
   int* key_exponents;            // [batch * kv_heads]
+  float* unit_scales;            // [batch * kv_heads, runs * kSuperUnits]
   Geometry geometry;
   int kv_heads;
   int leading;              // units that the centre is the mean of
@@ -36,8 +42,20 @@ struct UnitRowsParams {
 
 template <class Element, int kHeadDim, bool kPaged_, int kClusters_>
 struct UnitRowsTraits : RowTraits<Element, kHeadDim> {
-  static constexpr bool kPaged = kPaged_;
+  static constexpr bool kPaged = kPaged_, kIntegers = false;
   static constexpr int kClusters = kClusters_;
+  using Row = UnitRow<kClusters>;  // where rows stand, and their shares
+  template <int kWidth>
+  using Tile = KeyTile<kWidth>;
+  static __device__ __forceinline__ int share_at(int row) { return row; }
+};
+template <class Traits>
+struct IntegerRowsTraits : Traits {
+  static constexpr bool kIntegers = true;
+  using Row = ThreadUnits<Traits::kClusters>;
+  template <int kWidth>
+  using Tile = IntegerTile<kWidth>;
+  static __device__ __forceinline__ int share_at(int row) { return row % 8 * 8 + row / 8; }  // of a lane side by side
 };
 
 // A thread has so many rows, or pairs of elements of means, on their way at once: each takes long to come.
@@ -49,6 +67,7 @@ template <class Traits>
 __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
   using Element = typename Traits::Element;
   constexpr int kLanes = Traits::kLanes, kHeadDim = Traits::kHeadDim, kClusters = Traits::kClusters;
+  constexpr bool kIntegers = Traits::kIntegers;
   const Geometry& g = p.geometry;
   const int run = blockIdx.x / p.parts, part = blockIdx.x % p.parts, kv_head = run / p.runs;
   const int first = run % p.runs * kSuperUnits, units = g.units();
@@ -76,7 +95,7 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
   const bool has_rows = kHeadDim <= 128 && p.unit_rows != nullptr;  // else there is no kernel that reads them
   const int last_leading = kClusters * p.leading - 1;
   uint4 rows[kRowsAhead];
-  if (has_rows) load_rows(rows, slot, last_leading);  // on their way while the centre is found
+  if (has_rows && !kIntegers) load_rows(rows, slot, last_leading);  // on their way while the centre is found
 
   // Threads that have a row's elements find the centre, others meanwhile means of the blocks that begin here.
   constexpr int kPairs = kHeadDim / 2, kMeans = kSuperUnits / kBlockUnits;
@@ -112,86 +131,134 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
   float centre[8];
   unpack_row<Traits>(centre, centre_row[lane]);
 
-  // The longest of the first rows says how all are scaled, or a part of the centre where that is longer.
-  // A slot finds that of every kRows-th row.
-  constexpr int kAtOnce = kRowsAhead * Traits::kRows;
-  float longest = 0.f;
-#pragma unroll 1
-  for (int first_row = 0; first_row <= last_leading; first_row += kAtOnce) {
-    if (first_row > 0) load_rows(rows, first_row + slot, last_leading);
-#pragma unroll
-    for (int i = 0; i < kRowsAhead; ++i) {
-      float x[8], length = 0.f;
-      unpack_row<Traits>(x, rows[i]);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) length = fmaf(x[e] - centre[e], x[e] - centre[e], length);
-#pragma unroll
-      for (int step = kLanes / 2; step > 0; step /= 2) length += __shfl_xor_sync(kFullWarp, length, step);
-      if (length < infinity()) longest = fmaxf(longest, length);
-    }
-  }
-  // This part's rows of the run. The first ones come while slots compare what they have found.
+  // This part's rows of the run.
   const int part_rows = kClusters * kSuperUnits / p.parts, begin = part * part_rows, last = units * kClusters - 1;
   const int of_run = first * kClusters;
-  load_rows(rows, of_run + begin + slot, last);
-  __shared__ float of_slots[Traits::kRows];
-  of_slots[slot] = longest;  // of all lanes the same
-  __syncthreads();
+  constexpr int kAtOnce = kRowsAhead * Traits::kRows;
+  float factor = 1.f;
+  if constexpr (kIntegers) {
+    load_rows(rows, of_run + begin + slot, last);
+  } else {
+    // The longest of the first rows says how all are scaled, or a part of the centre where that is longer.
+    // A slot finds that of every kRows-th row.
+    float longest = 0.f;
+#pragma unroll 1
+    for (int first_row = 0; first_row <= last_leading; first_row += kAtOnce) {
+      if (first_row > 0) load_rows(rows, first_row + slot, last_leading);
 #pragma unroll
-  for (int i = 0; i < Traits::kRows; ++i) longest = fmaxf(longest, of_slots[i]);
-  // The first keys may be nearly alike, as those of repeated tokens are, and later ones are not: these need room.
-  float of_centre = 0.f;
+      for (int i = 0; i < kRowsAhead; ++i) {
+        float x[8], length = 0.f;
+        unpack_row<Traits>(x, rows[i]);
 #pragma unroll
-  for (int e = 0; e < 8; ++e) of_centre = fmaf(centre[e], centre[e], of_centre);
+        for (int e = 0; e < 8; ++e) length = fmaf(x[e] - centre[e], x[e] - centre[e], length);
 #pragma unroll
-  for (int step = kLanes / 2; step > 0; step /= 2) of_centre += __shfl_xor_sync(kFullWarp, of_centre, step);
-  if (of_centre < infinity()) longest = fmaxf(longest, of_centre * (1.f / (spec::kCentrePart * spec::kCentrePart)));
-  const int exponent = kKeyExponent - half_exponent(longest);
-  if (first == 0 && part == 0 && threadIdx.x == 0) p.key_exponents[kv_head] = exponent;
-  const float factor = power_of_two(exponent);
-  using Row = UnitRow<kClusters>;
+        for (int step = kLanes / 2; step > 0; step /= 2) length += __shfl_xor_sync(kFullWarp, length, step);
+        if (length < infinity()) longest = fmaxf(longest, length);
+      }
+    }
+    // The part's first rows come while slots compare what they have found.
+    load_rows(rows, of_run + begin + slot, last);
+    __shared__ float of_slots[Traits::kRows];
+    of_slots[slot] = longest;  // of all lanes the same
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < Traits::kRows; ++i) longest = fmaxf(longest, of_slots[i]);
+    // The first keys may be nearly alike, as those of repeated tokens are, and later ones are not: these need room.
+    float of_centre = 0.f;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) of_centre = fmaf(centre[e], centre[e], of_centre);
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) of_centre += __shfl_xor_sync(kFullWarp, of_centre, step);
+    if (of_centre < infinity()) longest = fmaxf(longest, of_centre * (1.f / (spec::kCentrePart * spec::kCentrePart)));
+    const int exponent = kKeyExponent - half_exponent(longest);
+    if (first == 0 && part == 0 && threadIdx.x == 0) p.key_exponents[kv_head] = exponent;
+    factor = power_of_two(exponent);
+  }
+  using Row = typename Traits::Row;
   constexpr uint16 kShareOfKey = kClusters == 2 ? 0xbc00 : kClusters == 4 ? 0xc000 : 0xc200;  // -1, -2 and -3
-  const int64 first_tile = static_cast<int64>(run) * Row::kTiles;
-  using Tile = KeyTile<kHeadDim == 64 ? 64 : 128>;
+  constexpr uint16 kShareOfNone = 0xfc00, kShareOfNan = 0x7fff;
+  const int64 first_tile = static_cast<int64>(run) * (2 * kClusters);
+  using Tile = typename Traits::template Tile<kHeadDim == 64 ? 64 : 128>;
   unsigned char* tiles = reinterpret_cast<unsigned char*>(p.unit_rows) + first_tile * Tile::kBytes;
   uint16* shares = p.row_shares + first_tile * kTileRows;
+  const auto share_of = [&](uint32 r) -> uint16 {  // row number r of the run
+    if (first + static_cast<int>(r / kClusters) >= units) return kShareOfNone;
+    return each_key ? kShareOfKey : p.cluster_shares[of_head * kClusters + of_run + r];
+  };
   // Writes what becomes of this thread's row number `r` of the run, whose elements are `row`.
-  const auto store_row = [&](uint32 r, const uint4& row) {
-    const int unit = r / kClusters;
-    float kept[4] = {};
-    uint32 choices = 0x44;  // the first two of each four
-    uint16 share = 0xfc00;  // minus infinity
-    if (first + unit < units)
-      share = each_key ? kShareOfKey : p.cluster_shares[of_head * kClusters + of_run + r];
-    if (share != 0xfc00) {
-      float x[8];
+  const auto store_row = [&](uint32 r, const uint4& row, uint16 share) {
+    const Row at(r / kClusters, r % kClusters);
+    unsigned char* tile = tiles + at.tile * Tile::kBytes;
+    float x[8] = {};
+    if (share != kShareOfNone) {
       unpack_row<Traits>(x, row);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) x[e] = (x[e] - centre[e]) * factor;
+      for (int e = 0; e < 8; ++e) x[e] = kIntegers ? x[e] - centre[e] : (x[e] - centre[e]) * factor;
+    }
+    if constexpr (kIntegers) {
+      uint32* to = reinterpret_cast<uint32*>(tile + Tile::at(at.row, lane));
+      to[0] = pack_int8(x[0], x[1], x[2], x[3], factor);
+      to[2] = pack_int8(x[4], x[5], x[6], x[7], factor);
+    } else {
+      float kept[4];
       uint32 choice[2];
       keep_two({x[0], x[1], x[2], x[3]}, kept[0], kept[1], choice[0]);
       keep_two({x[4], x[5], x[6], x[7]}, kept[2], kept[3], choice[1]);
-      choices = choice[0] | choice[1] << 4;
+      uint32 choices = (choice[0] | choice[1] << 4) << lane % 4 * 8;
+      choices |= __shfl_xor_sync(kFullWarp, choices, 1);
+      choices |= __shfl_xor_sync(kFullWarp, choices, 2);
+      *reinterpret_cast<uint32*>(tile + Tile::kept_at(at.row, lane)) = pack_e4m3(kept[0], kept[1], kept[2], kept[3]);
+      if (lane % 4 == 0) *reinterpret_cast<uint32*>(tile + Tile::choices_at(at.row, lane)) = choices;
     }
-    choices <<= lane % 4 * 8;
-    choices |= __shfl_xor_sync(kFullWarp, choices, 1);
-    choices |= __shfl_xor_sync(kFullWarp, choices, 2);
-    const Row at(unit, r % kClusters);
-    unsigned char* tile = tiles + at.tile * Tile::kBytes;
-    *reinterpret_cast<uint32*>(tile + Tile::kept_at(at.row, lane)) = pack_e4m3(kept[0], kept[1], kept[2], kept[3]);
-    if (lane % 4 == 0) *reinterpret_cast<uint32*>(tile + Tile::choices_at(at.row, lane)) = choices;
-    if (lane == 0) shares[at.tile * kTileRows + at.row] = share;
+    if (lane == 0) shares[at.tile * kTileRows + Traits::share_at(at.row)] = share;
   };
+  __shared__ float largest[2][kIntegers ? kAtOnce : 1];  // element of each row of a turn; of every other turn
+  int turn = 0;
 #pragma unroll 1
-  for (int r = begin + slot; r < begin + part_rows; r += kAtOnce) {
+  for (int r = begin + slot; r < begin + part_rows; r += kAtOnce, turn ^= 1) {
+    if constexpr (kIntegers) {
+#pragma unroll
+      for (int i = 0; i < kRowsAhead; ++i) {
+        float x[8], size = 0.f;
+        unpack_row<Traits>(x, rows[i]);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) size = max_or_nan(size, fabsf(x[e] - centre[e]));
+#pragma unroll
+        for (int step = kLanes / 2; step > 0; step /= 2) size = max_or_nan(size, __shfl_xor_sync(kFullWarp, size, step));
+        if (share_of(r + i * Traits::kRows) == kShareOfNone) size = 0.f;
+        if (lane == 0) largest[turn][i * Traits::kRows + slot] = size;
+      }
+      __syncthreads();
+    }
 #pragma unroll
     for (int i = 0; i < kRowsAhead; ++i) {
       const int at = r + i * Traits::kRows;
       const uint4 row = rows[i];
       if (r + kAtOnce < begin + part_rows) rows[i] = load(min(of_run + at + kAtOnce, last));
-      store_row(at, row);
+      uint16 share = share_of(at);
+      if constexpr (kIntegers) {
+        const float* of_turn = largest[turn] + i * Traits::kRows + slot;
+        float of_unit = 0.f;  // of rows that are finite
+#pragma unroll
+        for (int c = 0; c < kClusters; ++c) {
+          const float of_row = of_turn[c - at % kClusters];
+          of_unit = fmaxf(of_unit, of_row < infinity() ? of_row : 0.f);
+        }
+        if (!(*of_turn < infinity())) share = kShareOfNan;
+        const float step = step_of_int8(of_unit);
+        factor = __frcp_rn(step);
+        if (lane == 0 && at % kClusters == 0)
+          p.unit_scales[static_cast<int64>(run) * kSuperUnits + at / kClusters] = step;
+      }
+      store_row(at, row, share);
     }
   }
+}
+
+// Rows of integers.
+template <class Traits>
+__device__ __forceinline__ void unit_rows_int8(const UnitRowsParams& p) {
+  unit_rows<IntegerRowsTraits<Traits>>(p);
 }
 
 }  // namespace s2o

@@ -1,8 +1,8 @@
-// Rows of 8-bit floats (e4m3) as the kernels of rank="query" lay them out: which row of which tile a unit's keys are, and
-// where the bytes of a row stand.
+// Rows of 8 bits, floats (e4m3) or integers, as the kernels of rank="query" lay them out: which row of which tile a unit's
+// keys are, and where the bytes of a row stand.
 //
-// Of four neighbouring elements of a key the two largest are kept, and which these are: two of four is what wgmma
-// multiplies at twice the rate of all four.
+// Of four neighbouring floats of a key the two largest are kept, and which these are: two of four is what wgmma multiplies
+// at twice the rate of all four.
 #pragma once
 #include "common/geometry.cuh"
 
@@ -34,6 +34,21 @@ struct UnitRow {
   }
 };
 
+// The same among tiles of 8-bit integers, for mma: a tile has so many neighbouring units, and a thread of a product, which
+// has rows lane / 4, 8 more, 16 more ... of it, has all groups of its units lane / 4, 8 more ...
+template <int kClusters>
+struct ThreadUnits {
+  static_assert(kClusters == 2 || kClusters == 4 || kClusters == 8);
+  static constexpr int kUnits = 8 / kClusters;  // of a thread
+  int tile, row;
+  __device__ __forceinline__ ThreadUnits(int unit, int cluster)
+      : tile(unit / (8 * kUnits)), row(unit % 8 + (unit / 8 % kUnits * kClusters + cluster) * 8) {}
+  // Of a KV head.
+  static __device__ __forceinline__ int64 tiles(int units) {
+    return static_cast<int64>((units + kSuperUnits - 1) / kSuperUnits) * (2 * kClusters);
+  }
+};
+
 // A tile of keys, as the threads of wgmma have it in registers. Each part of 64 columns is 16 bytes of a thread, those it
 // keeps of a row and of the one eight further; behind them stand the choices, a word of a thread for each part.
 template <int kHeadDim>
@@ -54,6 +69,20 @@ struct KeyTile {
   static __device__ __forceinline__ uint32 choices_at(int row, int eighth) {
     const int thread = row / 16 * 32 + row % 8 * 4 + eighth % 8 / 4 * 2 + row % 16 / 8;
     return choices_of(thread) + eighth / 8 * 4;
+  }
+};
+
+// A tile of 8-bit integers, as the threads of mma have it in registers: of each 16 rows and 32 columns 16 bytes of a thread.
+// These are four columns of row lane / 4 and of the row eight further, then the next four columns of both.
+template <int kHeadDim>
+struct IntegerTile {
+  static constexpr int kParts = kHeadDim / 32, kBytes = kTileRows * kHeadDim;
+  static __device__ __forceinline__ uint32 of(int sixteen, int part, int lane) {
+    return ((sixteen * kParts + part) * 32 + lane) * 16;
+  }
+  // Where columns 8 eighth .. of a row stand; the four after these stand 8 bytes further.
+  static __device__ __forceinline__ uint32 at(int row, int eighth) {
+    return of(row / 16, eighth / 4, row % 8 * 4 + eighth % 4) + row % 16 / 8 * 4;
   }
 };
 
@@ -102,6 +131,19 @@ __device__ __forceinline__ uint32 pack_e4m3(float x0, float x1, float x2, float 
 #else
   return 0;
 #endif
+}
+
+// A float32 whose bits count: those of kOrigin + n are its own plus n, and end in those of n, as long as the sum is at least
+// 2^23 and below 2^24.
+constexpr float kOrigin = 14680064.f, kLargestInt8 = 127.f;
+
+// What a step of 8-bit integers is of which the largest magnitude is `largest`.
+__device__ __forceinline__ float step_of_int8(float largest) { return fmaxf(largest * (1.f / kLargestInt8), 1e-30f); }
+
+// Four numbers of up to 127 steps, rounded to the nearest integer. `factor`: 1 over the step. What is not a number is any.
+__device__ __forceinline__ uint32 pack_int8(float x0, float x1, float x2, float x3, float factor) {
+  const auto bits = [&](float x) { return __float_as_uint(fmaf(x, factor, kOrigin)); };
+  return __byte_perm(__byte_perm(bits(x0), bits(x1), 0x0040), __byte_perm(bits(x2), bits(x3), 0x0040), 0x5410);
 }
 
 }  // namespace s2o

@@ -156,6 +156,10 @@ class Path:
     def runs_on(self, compute_capability: int) -> bool:
         raise NotImplementedError
 
+    def has_int8(self, limits: DeviceLimits) -> bool:
+        """Whether tensor cores multiply integers of 8 bits faster than floats of 16, by `mma`."""
+        return True
+
     def refusal(
         self, problem: Problem, of_pass: Pass, limits: DeviceLimits, aligned: bool, compact: bool
     ) -> str | None:

@@ -60,6 +60,10 @@ class _Portable(Path):
     def runs_on(self, compute_capability: int) -> bool:
         return compute_capability >= 80
 
+    def has_int8(self, limits: DeviceLimits) -> bool:
+        """Blackwell Ultra has next to none (NVIDIA's data sheets)."""
+        return limits.compute_capability != 103
+
     def refusal(
         self, problem: Problem, of_pass: Pass, limits: DeviceLimits, aligned: bool, compact: bool
     ) -> str | None:

@@ -21,6 +21,7 @@ Array = Any  # numpy.ndarray
 UNIT32 = 2.0**-24
 UNIT16 = 2.0**-11  # of float16
 LARGEST_E4M3 = 448.0
+LARGEST_INT8 = 127
 E4M3 = ml_dtypes.float8_e4m3fn
 
 
@@ -33,9 +34,10 @@ class QueryStages:
     means: Array  # [B, Hkv, U, D] of units
     blocks: Array  # [B, Hkv, 1 + blocks, D]: the centre, means of blocks
     norms: Array  # [B, H, Lq]
-    rows: Any = None  # [B, Hkv, U, C, D] in 8 bits, where products are of these, else None
-    exponents: Any = None  # int32 [B, Hkv]: powers of two that they are multiplied by
-    scales: Any = None  # [B, H, N, 2]: of queries, of products
+    rows: Any = None  # [B, Hkv, U, C, D] in 8 bits, where products are of these, else None; NaN where no integer can be
+    exponents: Any = None  # int32 [B, Hkv]: powers of two that e4m3 is multiplied by
+    scales: Any = None  # [B, H, N, 2]: of queries, of products, of e4m3
+    steps: Any = None  # [B, Hkv, U]: of integers, what one of a unit's elements stands for
     grouped: int = 0  # KV heads of all sequences whose groups have been found
 
 
@@ -64,10 +66,14 @@ def capture(stages: QueryStages | None, stage: str, host: Any, names: Any, dtype
     elif stage == "unit_rows":
         blocks = as_floats("block_keys").reshape(batch, kv_heads, 1 + units // BLOCK_UNITS, -1)
         stages.blocks = blocks[..., :head_dim]
-        if "unit_rows" in names:
-            rows = _in_order(host("unit_rows"), units, clusters).reshape(batch, kv_heads, units, clusters, -1)
-            stages.rows = rows[..., :head_dim]
+        if "unit_scales" in names:
+            stages.rows = _integers_in_order(host("unit_rows"), host("row_shares"), units, clusters)
+            stages.steps = host("unit_scales")[:, :units].reshape(batch, kv_heads, units)
+        elif "unit_rows" in names:
+            stages.rows = _floats_in_order(host("unit_rows"), units, clusters)
             stages.exponents = host("key_exponents").reshape(batch, kv_heads)
+        if stages.rows is not None:
+            stages.rows = stages.rows.reshape(batch, kv_heads, units, clusters, -1)[..., :head_dim]
     elif stage == "query_norms":
         stages.norms = host("norms").reshape(batch, problem.heads, problem.seqlen_q)
         if "query_scales" in names:
@@ -75,7 +81,22 @@ def capture(stages: QueryStages | None, stage: str, host: Any, names: Any, dtype
     return stages
 
 
-def _in_order(tiles: Array, units: int, clusters: int) -> Array:
+def _integers_in_order(tiles: Array, shares: Array, units: int, clusters: int) -> Array:
+    """Tiles of integers [kv_heads, tiles, bytes] by unit and group, as float32 [kv_heads, units, clusters, D], NaN
+    where the share [kv_heads, tiles, 64] is (raw_kernels/selection/unit_tile.cuh)."""
+    kv_heads, count, width = tiles.shape[0], tiles.shape[1], tiles.shape[2] // 64
+    unit, cluster = np.arange(units)[:, None], np.arange(clusters)[None]
+    tile, of_tile = np.divmod(unit, 64 // clusters)
+    eighth, of_eighth = of_tile // 8 * clusters + cluster, of_tile % 8  # a thread has each row of_eighth of an eighth
+    # Of 16 rows and 32 columns 16 bytes of each thread: four columns of two rows eight apart, then four more of both.
+    bytes_of = tiles.view(np.int8).reshape(kv_heads, count, 4, width // 32, 8, 4, 2, 2, 4)
+    rows = bytes_of.transpose(0, 1, 2, 7, 4, 3, 5, 6, 8).reshape(kv_heads, count, 64, width)
+    found = rows[:, tile, eighth * 8 + of_eighth].astype(np.float32)
+    found[np.isnan(shares[:, tile, of_eighth * 8 + eighth])] = np.nan
+    return found
+
+
+def _floats_in_order(tiles: Array, units: int, clusters: int) -> Array:
     """Tiles of keys in 8 bits [kv_heads, tiles, bytes] by unit and group, as float32 [kv_heads, units, clusters, D], 0
     where an element is left out (raw_kernels/selection/unit_tile.cuh)."""
     kv_heads, count, width = tiles.shape[0], tiles.shape[1], tiles.shape[2] // 40
@@ -112,6 +133,17 @@ def as_e4m3(x: Array) -> Array:
     with np.errstate(invalid="ignore"):
         rounded = np.clip(x, -LARGEST_E4M3, LARGEST_E4M3).astype(np.float32).astype(E4M3).astype(np.float32)
     return np.where(np.isfinite(x), rounded, np.float32(np.nan))
+
+
+def as_int8(x: Array, step: Array) -> Array:
+    """float32 in steps that broadcast with them, rounded to the nearest integer; as float32."""
+    with np.errstate(invalid="ignore"):
+        return np.rint(x.astype(np.float64) * (np.float32(1) / step).astype(np.float64)).astype(np.float32)
+
+
+def step_of_int8(largest: Array) -> Array:
+    """What a step of 8-bit integers is of which the ``largest`` magnitudes are these, as unit_tile.cuh has it."""
+    return np.maximum(largest.astype(np.float32) * (np.float32(1) / np.float32(LARGEST_INT8)), np.float32(1e-30))
 
 
 def half_exponent(squared: Array) -> Array:
@@ -159,11 +191,29 @@ def compare_groups(rows: Any, got: QueryStages, k: Array, geometry: Geometry, cl
     centre = got.blocks[:, :, :1, None].astype(np.float32)  # [B, Hkv, 1, 1, D]
     with np.errstate(invalid="ignore", over="ignore"):
         off_centre = got.keys - centre
+    if got.steps is not None:
+        _compare_integers(rows, got, off_centre)
+        return
     _compare_exponents(rows, got.exponents, off_centre[:, :, :lead].astype(np.float64), centre.astype(np.float64))
     with np.errstate(invalid="ignore", over="ignore"):
         exact = off_centre * np.exp2(got.exponents.astype(np.float32))[..., None, None, None]
     exact = as_e4m3(keep_two(exact))
     exact = np.where(np.isneginf(got.shares.astype(np.float32))[..., None], np.float32(0), exact)
+    different = (exact != got.rows) & ~(np.isnan(exact) & np.isnan(got.rows))
+    rows.integers("8-bit rows", np.where(different, np.inf, 0.0), int(different.sum()), "exact")
+
+
+def _compare_integers(rows: Any, got: QueryStages, off_centre: Array) -> None:
+    """Integers and their steps against groups less the centre, float32 [B, Hkv, U, C, D]. A group of no key is 0, one
+    that is not finite counts for no step."""
+    is_none = np.isneginf(got.shares.astype(np.float32))
+    off_centre = np.where(is_none[..., None], np.float32(0), off_centre)
+    size = np.abs(off_centre).max(axis=-1)  # NaN if one is
+    is_finite = size < np.inf
+    steps = step_of_int8(np.where(is_finite, size, 0).max(axis=3))
+    wrong = steps != got.steps
+    rows.integers("8-bit steps", np.where(wrong, np.inf, 0.0), int(wrong.sum()), "exact")
+    exact = np.where(is_finite[..., None], as_int8(off_centre, steps[..., None, None]), np.float32(np.nan))
     different = (exact != got.rows) & ~(np.isnan(exact) & np.isnan(got.rows))
     rows.integers("8-bit rows", np.where(different, np.inf, 0.0), int(different.sum()), "exact")
 
@@ -287,6 +337,8 @@ def scores_and_bounds(got: QueryStages, q: Array, n: int, problem: Problem, geom
         reach = _magnitudes(finite(q[:, :, first:end]), finite(keys[:, :, units])) * scale * LOG2E
         bound = 2 * reach * (problem.head_dim + 8) * UNIT32 + (largest_norm + 8) * 4 * UNIT32
         return want, bound + np.abs(want) * (UNIT16 + UNIT32) + 2.0**-25
+    if got.steps is not None:
+        return _integer_scores(got, q, n, problem, geometry, scale)
     scales = got.scales[:, :, n]  # [B, H, 2]
     factor = np.abs(scales[..., 0]).astype(np.float32)
     rounded = as_e4m3(q[:, :, first:end].astype(np.float32) * factor[..., None, None]).astype(np.float64)
@@ -303,6 +355,32 @@ def scores_and_bounds(got: QueryStages, q: Array, n: int, problem: Problem, geom
     bound = (sums * steps * 2 * UNIT16 + 2.0**-24) * back[..., None] + (largest_norm + 8) * 4 * UNIT16
     bound = bound + np.abs(want) * 2 * UNIT16 + 2.0**-24
     return want, np.where(sums > 60000, np.inf, bound)
+
+
+def _integer_scores(
+    got: QueryStages, q: Array, n: int, problem: Problem, geometry: Geometry, scale: float
+) -> tuple[Array, Array]:
+    """`scores_and_bounds` of integers. Sums are exact; what they begin with is a norm in whole steps of a sum."""
+    from ..reference import ordering
+
+    units, (first, end) = ordering.ranked_units(n, geometry), geometry.queries(n)
+    rows = q[:, :, first:end].astype(np.float32)
+    is_finite = np.isfinite(rows).all(axis=-1, keepdims=True)
+    step = step_of_int8(np.abs(np.where(np.isfinite(rows), rows, 0)).max(axis=(2, 3)))  # [B, H]
+    in_place = np.zeros(q.shape)
+    in_place[:, :, first:end] = np.where(is_finite, as_int8(rows, step[..., None, None]), np.nan)
+    in_place *= step.astype(np.float64)[..., None, None]
+    with np.errstate(invalid="ignore"):
+        keys, shares = got.rows * got.steps.astype(np.float64)[..., None, None], np.exp2(got.shares.astype(np.float64))
+    norms = got.norms.astype(np.float64)
+    want = ordering.query_weights(in_place, norms, keys, shares, n, geometry, scale).astype(np.float64)
+    largest_norm = np.abs(norms[:, :, first:end]).max(axis=-1, initial=0)[..., None]  # [B, H, 1]
+    of_keys = np.repeat(got.steps[:, :, units], problem.heads // problem.kv_heads, axis=1)  # [B, H, W]
+    of_sum = of_keys.astype(np.float64) * step[..., None] * scale * LOG2E
+    # In steps of a sum: a half, as norms are whole ones; five roundings of a norm's number of them, below 4.2e6, 1.3
+    # more; three of a sum, below 2.1e6, another 0.4. The rest is what norms, shares and scores round by.
+    bound = 3 * of_sum + (largest_norm + 8) * 4 * UNIT32
+    return want, bound + np.abs(want) * (UNIT16 + 4 * UNIT32) + 2.0**-25
 
 
 def _magnitudes(queries: Array, keys: Array) -> Array:

@@ -35,6 +35,21 @@ static void mma_k16(Warp* w, const Ins* i, FromHalf value) {  // rows: d 0-3, a 
 }
 OP(mma_m16n8k16_f32_f16_f16_f32) { mma_k16(w, i, f16_value); }
 OP(mma_m16n8k16_f32_bf16_bf16_f32) { mma_k16(w, i, bf16_value); }
+OP(mma_m16n8k32_s32_s8_s8_s32) {
+  s32 a[16][32], b[32][8], d[16][8];
+  EACH {
+    const int g = l / 4, t = l % 4 * 4;
+    for (int byte = 0; byte < 4; ++byte) {
+      for (int e = 0; e < 4; ++e) a[g + e % 2 * 8][t + e / 2 * 16 + byte] = (int8_t)(ROW(u32, 4 + e)[l] >> byte * 8);
+      for (int e = 0; e < 2; ++e) b[t + e * 16 + byte][g] = (int8_t)(ROW(u32, 8 + e)[l] >> byte * 8);
+    }
+    for (int e = 0; e < 4; ++e) d[g + e / 2 * 8][l % 4 * 2 + e % 2] = ROW(s32, 10 + e)[l];
+  }
+  for (int r = 0; r < 16; ++r)
+    for (int x = 0; x < 32; ++x)
+      IVDEP for (int c = 0; c < 8; ++c) d[r][c] = (s32)((u32)d[r][c] + (u32)(a[r][x] * b[x][c]));
+  EACH for (int e = 0; e < 4; ++e) ROW(s32, e)[l] = d[l / 4 + e / 2 * 8][l % 4 * 2 + e % 2];
+}
 
 // Rows: n results, then the address.
 static void ldmatrix(Warp* w, const Ins* i, int transposed) {

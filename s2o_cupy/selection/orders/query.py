@@ -1,7 +1,8 @@
 """rank="query": units of keys by the largest softmax weight that any single query gives a group of their keys.
 
 unit_clusters parts the keys of each unit into groups, unit_rows has their means in 8 bits, and query_norms finds each
-query's softmax mass from what pass 1 has left and the means of blocks of units.
+query's softmax mass from what pass 1 has left and the means of blocks of units. `products` says in which numbers a call
+multiplies.
 
 Pure: no array, no GPU, no CuPy.
 """
@@ -26,7 +27,7 @@ from .base import Order
 
 __all__ = [
     "NORM_QUERIES", "TILE_ROWS", "QueryOrder", "cluster_keys_of_block", "heads_in_turns", "query_weight_blocks",
-    "takes_bytes", "unit_row_tiles", "unit_rows_parts",
+    "products", "unit_row_tiles", "unit_rows_parts",
 ]  # fmt: skip
 
 THREADS = 256
@@ -39,6 +40,7 @@ UNIT_ROWS = Family(
     "unit_rows", "selection/unit_rows.cu", "UnitRowsParams", THREADS, 3,
     "UnitRowsTraits<{element}, {head_dim}, {paged}, {clusters}>", knows_segments=False,
 )  # fmt: skip
+UNIT_ROWS_INT8 = replace(UNIT_ROWS, function="unit_rows_int8")
 QUERY_NORMS = Family(
     "query_norms", "selection/query_norms.cu", "QueryNormsParams", THREADS,
     "({head_dim} > 128 ? 1 : 3)", "NormTraits<{element}, {head_dim}>",
@@ -51,11 +53,15 @@ QUERY_WEIGHTS_SM90 = Family(
     "query_weights_sm90", "selection/query_weights_sm90.cu", "RankKeysParams", 160, QUERY_WEIGHTS_BLOCKS,
     "QueryWeightTraits<{element}, {head_dim}, {clusters}>", path=HOPPER,
 )  # fmt: skip
+QUERY_WEIGHTS_INT8 = Family(
+    "query_weights_int8", "selection/query_weights_int8.cu", "RankKeysParams", 128, 4,
+    "IntegerWeightTraits<{element}, {head_dim}, {clusters}>",
+)  # fmt: skip
 # These arrays are [KV heads, ...].
-OF_KV_HEADS = ("unit_means", "block_keys", "unit_rows", "row_shares", "key_exponents")
+OF_KV_HEADS = ("unit_means", "block_keys", "unit_rows", "row_shares", "key_exponents", "unit_scales")
 SUPER_UNITS = 128  # units whose scores are written together (kSuperUnits)
 TILE_ROWS = 64  # rows of 8 bits of a tile (kTileRows)
-HOPPER_QUERIES = 128  # of a segment, at most (kQueries)
+MOST_QUERIES, MOST_DIMENSIONS = 128, 128  # of a segment and a query of 8 bits (kQueries)
 UNIT_ROW_LOADS = 4  # rows that a thread of unit_rows has on their way (kRowsAhead)
 NORM_QUERIES = 128  # queries of a block of query_norms (kQueries)
 _QUERY_STAGES = 6
@@ -67,9 +73,17 @@ UNIT_PART_WAVES = 1.6
 GROUPED_BYTES = 128 << 20  # cluster_keys take up to so many at a time where rows of 8 bits are made of them
 
 
-def takes_bytes(inputs: Inputs, path: Path, segment: int) -> bool:
-    """Whether queries and keys are multiplied in 8 bits."""
-    return inputs.aligned and inputs.head_dim <= path.wgmma_head_dim and segment <= HOPPER_QUERIES
+# What queries and keys are multiplied as.
+E4M3, INT8, WIDE = "e4m3", "int8", "16 bits"
+
+
+def products(inputs: Inputs, path: Path, segment: int, limits: DeviceLimits | None = None) -> str:
+    """What queries and keys are multiplied as: E4M3, INT8 or WIDE. Without ``limits``: on a GPU that has INT8."""
+    if not inputs.aligned or inputs.head_dim > MOST_DIMENSIONS or segment > MOST_QUERIES:
+        return WIDE
+    if inputs.head_dim <= path.wgmma_head_dim:
+        return E4M3
+    return INT8 if limits is None or path.has_int8(limits) else WIDE
 
 
 def cluster_keys_of_block(head_dim: int) -> int:
@@ -84,8 +98,10 @@ def unit_clusters(inputs: Inputs, clusters: int) -> Kernel:
     )
 
 
-def unit_rows(inputs: Inputs, clusters: int) -> Kernel:
-    return Kernel(UNIT_ROWS, inputs.dtype, inputs.head_dim, paged=inputs.paged, clusters=clusters)
+def unit_rows(inputs: Inputs, clusters: int, number: str) -> Kernel:
+    """``number``: as `products`."""
+    family = UNIT_ROWS_INT8 if number == INT8 else UNIT_ROWS
+    return Kernel(family, inputs.dtype, inputs.head_dim, paged=inputs.paged, clusters=clusters)
 
 
 def unit_rows_runs(units: int) -> int:
@@ -106,9 +122,10 @@ def unit_row_tiles(units: int, clusters: int) -> int:
     return unit_rows_runs(units) * SUPER_UNITS * clusters // TILE_ROWS
 
 
-def key_tile_bytes(head_dim: int) -> int:
-    """Of a tile of keys: two of every four elements, and four bits for each four of them (KeyTile::kBytes)."""
-    return TILE_ROWS * head_dim // 2 + TILE_ROWS * head_dim // 8
+def key_tile_bytes(head_dim: int, number: str) -> int:
+    """Of a tile of keys: integers (IntegerTile::kBytes), or of floats two of every four elements, and four bits for
+    each four of them (KeyTile::kBytes)."""
+    return TILE_ROWS * head_dim if number == INT8 else TILE_ROWS * head_dim // 2 + TILE_ROWS * head_dim // 8
 
 
 def query_norms(inputs: Inputs) -> Kernel:
@@ -117,12 +134,15 @@ def query_norms(inputs: Inputs) -> Kernel:
     return Kernel(QUERY_NORMS, inputs.dtype, inputs.head_dim, shared_bytes=shared, own_threads=threads)
 
 
-def query_weights(inputs: Inputs, path: Path, segment: int, clusters: int) -> Kernel:
+def query_weights(inputs: Inputs, clusters: int, number: str) -> Kernel:
     head_dim = inputs.head_dim
-    if takes_bytes(inputs, path, segment):
-        stage = key_tile_bytes(head_dim) + TILE_ROWS * 2 + 2 * 8
+    if number == INT8:
+        shared = MOST_QUERIES * (head_dim + 8) + 4 * 3 * 4  # sizeof(IntegerWeightTraits::Shared)
+        return Kernel(QUERY_WEIGHTS_INT8, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
+    if number == E4M3:
+        stage = key_tile_bytes(head_dim, number) + TILE_ROWS * 2 + 2 * 8
         # sizeof(QueryWeightTraits::Shared)
-        shared = -(-(2 * HOPPER_QUERIES * (head_dim + 1) + _QUERY_STAGES * stage) // 1024) * 1024
+        shared = -(-(2 * MOST_QUERIES * (head_dim + 1) + _QUERY_STAGES * stage) // 1024) * 1024
         return Kernel(QUERY_WEIGHTS_SM90, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
     shared = -(-(2 * STEP * (head_dim + 1) * 2 + 2 * 128 * 4) // 512) * 512  # sizeof(ByQueryTraits::Shared)
     return Kernel(QUERY_WEIGHTS, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
@@ -153,14 +173,16 @@ class QueryOrder(Order):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self.in_bytes = takes_bytes(setting.inputs, setting.path, setting.config.segment)
+        self.products = products(setting.inputs, setting.path, setting.config.segment, setting.limits)
+        self.in_bytes = self.products != WIDE
         # Whether rows of 8 bits are made of keys themselves: nobody looks for groups then.
         self.of_keys = self.in_bytes and setting.geometry.unit == setting.config.groups
 
     @functools.cached_property
     def unit_rows(self) -> Kernel:
         inputs = self.setting.inputs
-        return unit_rows(inputs if self.of_keys else replace(inputs, paged=False), self.setting.config.groups)
+        inputs = inputs if self.of_keys else replace(inputs, paged=False)
+        return unit_rows(inputs, self.setting.config.groups, self.products)
 
     @functools.cached_property
     def unit_clusters(self) -> Kernel:
@@ -172,8 +194,7 @@ class QueryOrder(Order):
 
     @functools.cached_property
     def kernel(self) -> Kernel:
-        config = self.setting.config
-        return query_weights(self.setting.inputs, self.setting.path, config.segment, config.groups)
+        return query_weights(self.setting.inputs, self.setting.config.groups, self.products)
 
     @staticmethod
     def catalogue(inputs: Inputs, path: Path) -> Iterator[Kernel]:
@@ -183,11 +204,11 @@ class QueryOrder(Order):
         yield query_norms(arrays)
         for clusters in CLUSTERS:
             yield unit_clusters(inputs, clusters)
-            yield unit_rows(arrays, clusters)
-            if inputs.paged:
-                yield unit_rows(inputs, clusters)
-            for segment in (HOPPER_QUERIES, HOPPER_QUERIES + 1):
-                yield query_weights(arrays, path, segment, clusters)
+            for number in {products(inputs, path, MOST_QUERIES): None, WIDE: None}:
+                yield unit_rows(arrays, clusters, number)
+                if inputs.paged:
+                    yield unit_rows(inputs, clusters, number)
+                yield query_weights(arrays, clusters, number)
 
     @property
     def head_blocks(self) -> int:
@@ -214,10 +235,15 @@ class QueryOrder(Order):
         if not self.in_bytes:
             return [norms, *self._clusters()]
         tiles = unit_row_tiles(units, groups)
-        return [
+        rows: list[Array] = [
             norms,
-            ("unit_rows", (s.kv_heads, tiles, key_tile_bytes(s.inputs.head_dim)), "uint8"),
+            ("unit_rows", (s.kv_heads, tiles, key_tile_bytes(s.inputs.head_dim, self.products)), "uint8"),
             ("row_shares", (s.kv_heads, tiles, TILE_ROWS), "float16"),
+        ]
+        if self.products == INT8:
+            return [*rows, ("unit_scales", (s.kv_heads, unit_rows_runs(units) * SUPER_UNITS), "float32")]
+        return [
+            *rows,
             ("key_exponents", (s.kv_heads,), "int32"),
             ("query_scales", (s.heads, s.geometry.segments, 2), "float32"),
         ]
@@ -248,6 +274,7 @@ class QueryOrder(Order):
             "q": build.tensors["q"], "geometry": build.geometry, "heads": s.problem.heads,
             "shared_heads": s.problem.heads // s.problem.kv_heads, "tiles": tiles,
             "head_tiles": geometry.segments * tiles, "aligned": s.inputs.aligned, "scale_log2": self.signed_scale_log2,
+            "less_centre": self.in_bytes,
         }  # fmt: skip
         return [
             *(launch for heads in self.turns() for launch in self._grouped(build, heads)),
@@ -268,7 +295,8 @@ class QueryOrder(Order):
             "k": build.tensors["k"], "geometry": build.geometry, "kv_heads": s.problem.kv_heads,
             "leading": geometry.leading_units, "runs": runs, "parts": parts, "pages": build.pages,
         }  # fmt: skip
-        further = turns.bytes_before(build, s, heads.start, ("k",), OF_KV_HEADS)
+        of_heads = [name for name in OF_KV_HEADS if name in build.memory.places]
+        further = turns.bytes_before(build, s, heads.start, ("k",), of_heads)
         return [
             build.launch("unit_keys", self.unit_clusters, len(heads) * self.head_blocks, of_units, further=further),
             build.launch("unit_rows", self.unit_rows, len(heads) * runs * parts, rows, further=further),
