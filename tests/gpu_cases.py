@@ -135,8 +135,8 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"block_m": 64, "segment": 64, "seqlen_q": 700, "head_dim": 128, "options": {"unit": 1}},
     {"block_m": 64, "seqlen_q": 3000, "heads": 8, "head_dim": 64},  # more than run at once
     *({"block_m": 64, "seqlen_q": 500, "poison": (name, 100, value)} for name in "qkv" for value in (NAN, INF)),
-    # Norms of a segment's queries that differ by more than sums of 8-bit integers may begin with, of units with large keys
-    # and of units with keys that are all alike.
+    # Norms of a segment's queries that differ by more than sums of 8-bit integers may begin with, of units with large
+    # keys and of units with keys that are all alike.
     {"scale": 40.0, "seqlen_q": 900, "head_dim": 128, "options": {"clusters": 4}},
     {"scale": -40.0, "seqlen_q": 900, "head_dim": 64, "arrange": "one key for all"},
     # Stopping.

@@ -177,12 +177,12 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
             ("a norm stands with the query beside its own", "key scores", "[threadIdx.x % 2] = shared",
              "[1 - threadIdx.x % 2] = shared"),
             ("norms are cut off too soon", "key scores", "kOrigin - kMostLess));", "kOrigin - 1e3f));"),
-            ("columns are read twice", "key scores", "multiply_int8(d[i], keys.rows[i][c], x[c][0], x[c][1], d[i]);",
-             "multiply_int8(d[i], keys.rows[i][0], x[0][0], x[0][1], d[i]);"),
+            ("columns are read twice", "key scores", "multiply_int8(d[i], rows[i][c], x[c][0], x[c][1], d[i]);",
+             "multiply_int8(d[i], rows[i][0], x[0][0], x[0][1], d[i]);"),
             ("columns 32 apart are exchanged", "key scores", "[eighth / 4 % 2 * 2];", "[(1 - eighth / 4 % 2) * 2];"),
             ("a lane has its own columns' maxima", "key scores",
              "x = larger_or_nan(x, __shfl_xor_sync(kFullWarp, x, 2));", ";"),
-            ("a unit has its neighbour's step", "key scores", "v * 8 + lane / 4];", "v * 8 + (lane / 4 ^ 1)];"),
+            ("a unit has its neighbour's step", "key scores", "v * 8 + lane / 4] * step", "v * 8 + (lane / 4 ^ 1)] * step"),
             ("scores go to the neighbours", "key scores", "+ v) * 8 + lane / 4;", "+ v) * 8 + (lane / 4 ^ 1);"),
             ("every head has the first one's units", "key scores", "block.kv_head() * Rows::tiles",
              "0 * Rows::tiles"),
@@ -195,9 +195,18 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
     (
         "query_weights_int8", INTEGERS_OF_GROUPS,
         (
-            ("two units of a lane have one's step", "key scores", "keys.scales[v] * step", "keys.scales[0] * step"),
-            ("two units of a lane begin as one does", "key scores", "fmaf(-x, to_sum[v], kOrigin)",
-             "fmaf(-x, to_sum[0], kOrigin)"),
+            ("two units of a lane have one's step", "key scores", "+ v * 8 + lane / 4] * step",
+             "+ lane / 4] * step"),
+            ("two units of a lane begin as one does", "key scores", "i == 0 || (kFirst + i) % kOfUnit == 0",
+             "i == 0"),
+        ),
+    ),
+    (
+        "query_weights_int8", replace(INTEGERS, head_dim=256),
+        (
+            ("half of the rows are multiplied", "key scores", "multiply<kSixteens>(best, rows, to_sum);", ";"),
+            ("the other half has the first one's rows", "key scores", "Tile::of(kFirst + i, c, lane)",
+             "Tile::of(i, c, lane)"),
         ),
     ),
     (

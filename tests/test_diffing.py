@@ -110,7 +110,7 @@ def with_integers(stages: QueryStages) -> QueryStages:
     """Rows of which a unit's largest element is 127."""
     off_centre = stages.keys - stages.blocks[:, :, :1, None]
     off_centre[np.isneginf(stages.shares)] = 0
-    steps = step_of_int8(np.abs(off_centre.astype(np.float32)).max(axis=(3, 4)))
+    steps = step_of_int8(np.abs(off_centre.astype(np.float32)).max(axis=(3, 4)), off_centre.shape[-1])
     rows = as_int8(off_centre.astype(np.float32), steps[..., None, None])
     return replace(stages, rows=rows, steps=steps)
 
@@ -237,7 +237,7 @@ def scores_of_bytes(q, stages: QueryStages, n: int, geometry, scale: float) -> n
     rows, shares = (x[:, :, units].repeat(group, axis=1).astype(np.float32) for x in (stages.rows, stages.shares))
     queries = q[:, :, first:end]  # [B, H, queries, D]
     if stages.steps is not None:
-        step = step_of_int8(np.abs(queries.astype(np.float32)).max(axis=(2, 3)))  # [B, H]
+        step = step_of_int8(np.abs(queries.astype(np.float32)).max(axis=(2, 3)), q.shape[-1])  # [B, H]
         rounded = as_int8(queries.astype(np.float32), step[..., None, None])
         of_keys = stages.steps[:, :, units].repeat(group, axis=1) * (scale * LOG2E)  # [B, H, units]
         products = np.einsum("bhqd,bhucd->bhucq", rounded, rows) * (of_keys * step[..., None])[..., None, None]

@@ -19,9 +19,9 @@ namespace s2o {
 
 // A query's norm may be above the segment's smallest by so much of a sum's steps. What is cut off could not be the
 // largest: of no product is the sum below minus half of that, and so it is not with the smallest norm.
-constexpr float kMostLess = 4.2e6f, kMostProduct = 128 * kLargestInt8 * kLargestInt8;
-static_assert(kMostLess > 2 * kMostProduct, "what is cut off is no maximum");
-static_assert(kOrigin - kMostLess - kMostProduct >= 8388608.f && kOrigin + kMostProduct < 16777216.f, "bits count");
+constexpr float kMostLess = 4.2e6f;
+template <int kHeadDim>
+constexpr float kMostProduct = kHeadDim * kLargestInt8<kHeadDim> * kLargestInt8<kHeadDim>;
 
 template <class Element_, int kHeadDim_, int kClusters_>
 struct IntegerWeightTraits {
@@ -54,13 +54,10 @@ struct IntegerWeights {
   using Tile = typename Traits::Tile;
   using Rows = ThreadUnits<Traits::kClusters>;
   static constexpr int kHeadDim = Traits::kHeadDim, kParts = Tile::kParts, kUnits = Rows::kUnits;
-
-  // What a lane has of a tile of keys.
-  struct Keys {
-    uint4 rows[4][kParts];  // of each 16, and 32 columns: row lane / 4 and the one 8 more, four columns, then four others
-    uint4 shares;           // of rows lane / 4, 8, 16 ... more
-    float scales[kUnits];   // of its units: what a step of their elements is
-  };
+  static constexpr int kSixteens = kHeadDim > 128 ? 2 : 4;  // of a tile's rows at a time, as registers are few
+  static_assert(kMostLess > 2 * kMostProduct<kHeadDim>, "what is cut off is no maximum");
+  static_assert(kOrigin - kMostLess - kMostProduct<kHeadDim> >= 8388608.f &&
+                    kOrigin + kMostProduct<kHeadDim> < 16777216.f, "bits count");
 
   const RankKeysParams& p;
   typename Traits::Shared& shared;
@@ -110,7 +107,7 @@ struct IntegerWeights {
       least = fminf(least, shared.smallest[w]);
       not_finite |= shared.not_finite[w] != 0;
     }
-    const float of_element = step_of_int8(largest), inverse = __frcp_rn(of_element);
+    const float of_element = step_of_int8<kHeadDim>(largest), inverse = __frcp_rn(of_element);
     const float factor = p.scale_log2 < 0.f ? -inverse : inverse;
     step = of_element * fabsf(p.scale_log2);
     smallest = not_finite ? __int_as_float(0x7fffffff) : least;
@@ -131,30 +128,15 @@ struct IntegerWeights {
   // Tiles of a warp: four neighbours at a time, as warps take turns.
   __device__ __forceinline__ int tile_of(int number) const { return (number / 4 * Traits::kWarps + warp) * 4 + number % 4; }
 
-  __device__ __forceinline__ void load(Keys& keys, int tile) const {
-    const int64 of_head = block.kv_head() * Rows::tiles(p.geometry.units()) + tile;
-    const unsigned char* from = reinterpret_cast<const unsigned char*>(p.unit_rows) + of_head * Tile::kBytes;
+  // The largest sums of rows first * 16 + lane / 4, 8, 16 ... more of a tile, over all queries. `to_sum`: of each unit, from
+  // log2 of a weight to a step of a sum.
+  template <int kFirst>
+  __device__ __forceinline__ void multiply(int (&best)[8], const unsigned char* tile, const float (&to_sum)[kUnits]) const {
+    uint4 rows[kSixteens][kParts];  // of each 16, and 32 columns: of both of the lane's rows four columns, and four more
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < kSixteens; ++i)
 #pragma unroll
-      for (int c = 0; c < kParts; ++c) keys.rows[i][c] = *reinterpret_cast<const uint4*>(from + Tile::of(i, c, lane));
-    keys.shares = *reinterpret_cast<const uint4*>(p.row_shares + of_head * kTileRows + lane / 4 * 8);
-#pragma unroll
-    for (int v = 0; v < kUnits; ++v) keys.scales[v] = p.unit_scales[of_head * (8 * kUnits) + v * 8 + lane / 4];
-  }
-
-  // Scores of a tile's units.
-  __device__ __forceinline__ void weigh(const Keys& keys, int tile) const {
-    constexpr int kClusters = Traits::kClusters;
-    float of_sum[kUnits], to_sum[kUnits];  // from a step of a sum to a weight's log2, and back
-#pragma unroll
-    for (int v = 0; v < kUnits; ++v) {
-      of_sum[v] = fminf(keys.scales[v] * step, 1e30f);
-      to_sum[v] = fminf(1.f / of_sum[v], 1e30f);
-    }
-    int best[8];  // of the lane's rows
-#pragma unroll
-    for (int i = 0; i < 8; ++i) best[i] = 0;
+      for (int c = 0; c < kParts; ++c) rows[i][c] = *reinterpret_cast<const uint4*>(tile + Tile::of(kFirst + i, c, lane));
 #pragma unroll 2
     for (int eight = 0; eight < Traits::kQueries / 8; ++eight) {
       uint32 x[kParts][2];  // of eight queries
@@ -164,25 +146,49 @@ struct IntegerWeights {
         x[c][0] = two.x, x[c][1] = two.y, x[c + 1][0] = two.z, x[c + 1][1] = two.w;
       }
       const float4 less = *reinterpret_cast<const float4*>(shared.less[eight * 4 + lane % 4]);
-      int d[4][4];  // of each 16 rows: lane / 4 and two queries, the row 8 more and these
+      int d[kSixteens][4], begin[4];  // of each 16: row lane / 4 and two queries, the row 8 more and these
 #pragma unroll
-      for (int v = 0; v < kUnits; ++v) {
+      for (int i = 0; i < kSixteens; ++i) {
+        constexpr int kOfUnit = Traits::kClusters / 2;  // sixteens
+        const int unit = (kFirst + i) / kOfUnit;
         const auto begin_with = [&](float x) {
-          return __float_as_int(fmaxf(fmaf(-x, to_sum[v], kOrigin), kOrigin - kMostLess));
+          return __float_as_int(fmaxf(fmaf(-x, to_sum[unit], kOrigin), kOrigin - kMostLess));
         };
-        const int begin[4] = {begin_with(less.x), begin_with(less.y), begin_with(less.z), begin_with(less.w)};
-#pragma unroll
-        for (int i = v * kClusters / 2; i < (v + 1) * kClusters / 2; ++i)
-          multiply_int8(d[i], keys.rows[i][0], x[0][0], x[0][1], begin);
+        if (i == 0 || (kFirst + i) % kOfUnit == 0)
+          begin[0] = begin_with(less.x), begin[1] = begin_with(less.y), begin[2] = begin_with(less.z),
+          begin[3] = begin_with(less.w);
+        multiply_int8(d[i], rows[i][0], x[0][0], x[0][1], begin);
       }
 #pragma unroll
       for (int c = 1; c < kParts; ++c)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) multiply_int8(d[i], keys.rows[i][c], x[c][0], x[c][1], d[i]);
+        for (int i = 0; i < kSixteens; ++i) multiply_int8(d[i], rows[i][c], x[c][0], x[c][1], d[i]);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) best[i] = max(best[i], max(d[i / 2][i % 2 * 2], d[i / 2][i % 2 * 2 + 1]));
+      for (int i = 0; i < kSixteens; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          int& of_row = best[2 * (kFirst + i) + h];
+          of_row = max(of_row, max(d[i][2 * h], d[i][2 * h + 1]));
+        }
     }
-    const uint32 shares[4] = {keys.shares.x, keys.shares.y, keys.shares.z, keys.shares.w};
+  }
+
+  // Scores of a tile's units.
+  __device__ __forceinline__ void weigh(int tile) const {
+    constexpr int kClusters = Traits::kClusters;
+    const int64 of_head = block.kv_head() * Rows::tiles(p.geometry.units()) + tile;
+    const unsigned char* rows = reinterpret_cast<const unsigned char*>(p.unit_rows) + of_head * Tile::kBytes;
+    const uint4 packed = *reinterpret_cast<const uint4*>(p.row_shares + of_head * kTileRows + lane / 4 * 8);
+    float of_sum[kUnits], to_sum[kUnits];  // from a step of a sum to log2 of a weight, and back
+#pragma unroll
+    for (int v = 0; v < kUnits; ++v) {
+      of_sum[v] = fminf(p.unit_scales[of_head * (8 * kUnits) + v * 8 + lane / 4] * step, 1e30f);
+      to_sum[v] = fminf(1.f / of_sum[v], 1e30f);
+    }
+    int best[8] = {};  // of the lane's rows
+    multiply<0>(best, rows, to_sum);
+    if constexpr (kSixteens < 4) multiply<kSixteens>(best, rows, to_sum);
+    const uint32 shares[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
     for (int v = 0; v < kUnits; ++v) {
       float x = -infinity();
@@ -202,13 +208,8 @@ struct IntegerWeights {
   __device__ __forceinline__ void find_scores() {
     load_queries();
     const int tiles = (block.end + 8 * kUnits - 1) / (8 * kUnits);
-    const auto present = [&](int number) { return min(tile_of(number), tiles - 1); };
-    Keys keys;
 #pragma unroll 1
-    for (int number = 0; tile_of(number) < tiles; ++number) {
-      load(keys, tile_of(number));
-      weigh(keys, tile_of(number));
-    }
+    for (int number = 0; tile_of(number) < tiles; ++number) weigh(tile_of(number));
   }
 };
 

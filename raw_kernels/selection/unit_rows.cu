@@ -45,16 +45,14 @@ struct UnitRowsTraits : RowTraits<Element, kHeadDim> {
   static constexpr bool kPaged = kPaged_, kIntegers = false;
   static constexpr int kClusters = kClusters_;
   using Row = UnitRow<kClusters>;  // where rows stand, and their shares
-  template <int kWidth>
-  using Tile = KeyTile<kWidth>;
+  using Tile = KeyTile<kHeadDim == 64 ? 64 : 128>;
   static __device__ __forceinline__ int share_at(int row) { return row; }
 };
 template <class Traits>
 struct IntegerRowsTraits : Traits {
   static constexpr bool kIntegers = true;
   using Row = ThreadUnits<Traits::kClusters>;
-  template <int kWidth>
-  using Tile = IntegerTile<kWidth>;
+  using Tile = IntegerTile<Traits::kHeadDim>;
   static __device__ __forceinline__ int share_at(int row) { return row % 8 * 8 + row / 8; }  // of a lane side by side
 };
 
@@ -92,7 +90,8 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
 #pragma unroll
     for (int i = 0; i < kRowsAhead; ++i) rows[i] = load(min(row + i * Traits::kRows, last));
   };
-  const bool has_rows = kHeadDim <= 128 && p.unit_rows != nullptr;  // else there is no kernel that reads them
+  // Of more than 128 dimensions there is no kernel that reads floats.
+  const bool has_rows = (kHeadDim <= 128 || kIntegers) && p.unit_rows != nullptr;
   const int last_leading = kClusters * p.leading - 1;
   uint4 rows[kRowsAhead];
   if (has_rows && !kIntegers) load_rows(rows, slot, last_leading);  // on their way while the centre is found
@@ -178,7 +177,7 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
   constexpr uint16 kShareOfKey = kClusters == 2 ? 0xbc00 : kClusters == 4 ? 0xc000 : 0xc200;  // -1, -2 and -3
   constexpr uint16 kShareOfNone = 0xfc00, kShareOfNan = 0x7fff;
   const int64 first_tile = static_cast<int64>(run) * (2 * kClusters);
-  using Tile = typename Traits::template Tile<kHeadDim == 64 ? 64 : 128>;
+  using Tile = typename Traits::Tile;
   unsigned char* tiles = reinterpret_cast<unsigned char*>(p.unit_rows) + first_tile * Tile::kBytes;
   uint16* shares = p.row_shares + first_tile * kTileRows;
   const auto share_of = [&](uint32 r) -> uint16 {  // row number r of the run
@@ -245,7 +244,7 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
           of_unit = fmaxf(of_unit, of_row < infinity() ? of_row : 0.f);
         }
         if (!(*of_turn < infinity())) share = kShareOfNan;
-        const float step = step_of_int8(of_unit);
+        const float step = step_of_int8<kHeadDim>(of_unit);
         factor = __frcp_rn(step);
         if (lane == 0 && at % kClusters == 0)
           p.unit_scales[static_cast<int64>(run) * kSuperUnits + at / kClusters] = step;

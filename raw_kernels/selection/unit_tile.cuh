@@ -135,12 +135,19 @@ __device__ __forceinline__ uint32 pack_e4m3(float x0, float x1, float x2, float 
 
 // A float32 whose bits count: those of kOrigin + n are its own plus n, and end in those of n, as long as the sum is at least
 // 2^23 and below 2^24.
-constexpr float kOrigin = 14680064.f, kLargestInt8 = 127.f;
+constexpr float kOrigin = 14680064.f;
 
-// What a step of 8-bit integers is of which the largest magnitude is `largest`.
-__device__ __forceinline__ float step_of_int8(float largest) { return fmaxf(largest * (1.f / kLargestInt8), 1e-30f); }
+// Integers are so large at most that sums of kHeadDim products are below 2^21.
+template <int kHeadDim>
+constexpr float kLargestInt8 = kHeadDim > 128 ? 90.f : 127.f;
 
-// Four numbers of up to 127 steps, rounded to the nearest integer. `factor`: 1 over the step. What is not a number is any.
+// What a step of such integers is of which the largest magnitude is `largest`.
+template <int kHeadDim>
+__device__ __forceinline__ float step_of_int8(float largest) {
+  return fmaxf(largest * (1.f / kLargestInt8<kHeadDim>), 1e-30f);
+}
+
+// Four numbers in steps, rounded to the nearest integer. `factor`: 1 over the step. What is not a number is any.
 __device__ __forceinline__ uint32 pack_int8(float x0, float x1, float x2, float x3, float factor) {
   const auto bits = [&](float x) { return __float_as_uint(fmaf(x, factor, kOrigin)); };
   return __byte_perm(__byte_perm(bits(x0), bits(x1), 0x0040), __byte_perm(bits(x2), bits(x3), 0x0040), 0x5410);

@@ -21,7 +21,6 @@ Array = Any  # numpy.ndarray
 UNIT32 = 2.0**-24
 UNIT16 = 2.0**-11  # of float16
 LARGEST_E4M3 = 448.0
-LARGEST_INT8 = 127
 E4M3 = ml_dtypes.float8_e4m3fn
 
 
@@ -141,9 +140,10 @@ def as_int8(x: Array, step: Array) -> Array:
         return np.rint(x.astype(np.float64) * (np.float32(1) / step).astype(np.float64)).astype(np.float32)
 
 
-def step_of_int8(largest: Array) -> Array:
+def step_of_int8(largest: Array, head_dim: int) -> Array:
     """What a step of 8-bit integers is of which the ``largest`` magnitudes are these, as unit_tile.cuh has it."""
-    return np.maximum(largest.astype(np.float32) * (np.float32(1) / np.float32(LARGEST_INT8)), np.float32(1e-30))
+    most = np.float32(90 if head_dim > 128 else 127)
+    return np.maximum(largest.astype(np.float32) * (np.float32(1) / most), np.float32(1e-30))
 
 
 def half_exponent(squared: Array) -> Array:
@@ -210,7 +210,7 @@ def _compare_integers(rows: Any, got: QueryStages, off_centre: Array) -> None:
     off_centre = np.where(is_none[..., None], np.float32(0), off_centre)
     size = np.abs(off_centre).max(axis=-1)  # NaN if one is
     is_finite = size < np.inf
-    steps = step_of_int8(np.where(is_finite, size, 0).max(axis=3))
+    steps = step_of_int8(np.where(is_finite, size, 0).max(axis=3), off_centre.shape[-1])
     wrong = steps != got.steps
     rows.integers("8-bit steps", np.where(wrong, np.inf, 0.0), int(wrong.sum()), "exact")
     exact = np.where(is_finite[..., None], as_int8(off_centre, steps[..., None, None]), np.float32(np.nan))
@@ -366,7 +366,8 @@ def _integer_scores(
     units, (first, end) = ordering.ranked_units(n, geometry), geometry.queries(n)
     rows = q[:, :, first:end].astype(np.float32)
     is_finite = np.isfinite(rows).all(axis=-1, keepdims=True)
-    step = step_of_int8(np.abs(np.where(np.isfinite(rows), rows, 0)).max(axis=(2, 3)))  # [B, H]
+    # [B, H]
+    step = step_of_int8(np.abs(np.where(np.isfinite(rows), rows, 0)).max(axis=(2, 3)), problem.head_dim)
     in_place = np.zeros(q.shape)
     in_place[:, :, first:end] = np.where(is_finite, as_int8(rows, step[..., None, None]), np.nan)
     in_place *= step.astype(np.float64)[..., None, None]
