@@ -48,7 +48,7 @@ struct QueryWeights {
       : p(p_), shared(shared_), block(p_), lane(threadIdx.x % 32), warp(__shfl_sync(kFullWarp, threadIdx.x / 32, 0)),
         segment(block.segment(0)),
         rows_of_lane(chunk_address<Traits>(shared_address(shared_.units[0]), lane % 8 + lane / 16 * 8, lane / 8 % 2)),
-        scale(fmaxf(fabsf(p_.scale_log2), 1e-30f)) {}
+        scale(fabsf(p_.scale_log2)) {}
 
   // The segment's query r; past its last one the first stands in, which changes no maximum.
   __device__ __forceinline__ int query(int r) const {

@@ -40,7 +40,7 @@ UNIT_ROWS = Family(
     "unit_rows", "selection/unit_rows.cu", "UnitRowsParams", THREADS, 3,
     "UnitRowsTraits<{element}, {head_dim}, {paged}, {clusters}>", knows_segments=False,
 )  # fmt: skip
-UNIT_ROWS_INT8 = replace(UNIT_ROWS, function="unit_rows_int8")
+UNIT_ROWS_INT8 = replace(UNIT_ROWS, function="unit_rows_int8", blocks_per_multiprocessor=2)
 QUERY_NORMS = Family(
     "query_norms", "selection/query_norms.cu", "QueryNormsParams", THREADS,
     "({head_dim} > 128 ? 1 : 3)", "NormTraits<{element}, {head_dim}>",
@@ -54,7 +54,7 @@ QUERY_WEIGHTS_SM90 = Family(
     "QueryWeightTraits<{element}, {head_dim}, {clusters}>", path=HOPPER,
 )  # fmt: skip
 QUERY_WEIGHTS_INT8 = Family(
-    "query_weights_int8", "selection/query_weights_int8.cu", "RankKeysParams", 128, 4,
+    "query_weights_int8", "selection/query_weights_int8.cu", "RankKeysParams", 128, "({head_dim} > 128 ? 3 : 4)",
     "IntegerWeightTraits<{element}, {head_dim}, {clusters}>",
 )  # fmt: skip
 # These arrays are [KV heads, ...].
