@@ -58,14 +58,12 @@ def test_errors_come_near_what_was_asked_for(device, qkv, length, error):
 def test_the_gpu_s_taus_are_the_reference_s(device, qkv, length, block_m):
     """Two outputs that are rounded by up to 2^-9 change an error of 0.03 by (2^-8 / 0.03)^2 / 2, a hundredth; a q tile
     that stops elsewhere, as its gain is next to tau, by its share of a segment. Keys are ordered by products that the
-    reference has too: of 16 bits, where the default's are of 8 on Hopper. On the CPU it is the reference that runs."""
+    reference has too: of 16 bits, where the default's are of 8. On the CPU it is the reference that runs."""
     if device.kind != "cuda":
         pytest.skip("nothing to compare the reference with")
     host = qkv(length, heads=4, kv_heads=2)
     arrays, exact = [device.array(x) for x in host], [device.round(x) for x in host]
-    in_bytes = device.config.block_n == 128  # as the Hopper kernels have it
-    order = {"rank": "weight"} if in_bytes else {}
-    config = asked(device, (0.1, 0.03, 0.05, 0.2), block_m=block_m, **order)
+    config = asked(device, (0.1, 0.03, 0.05, 0.2), block_m=block_m, rank="weight")
     _, stats = s2o_attention(*arrays, config=config, return_stats=True)
     lag = 1 if stats.path == "hopper" else 0
     sample = sampled(stats.problem, config)

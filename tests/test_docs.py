@@ -259,14 +259,15 @@ def test_rounds_of_the_workspace():
     assert "no row has more than 8,192 of them up to 65,536 tokens" in page and spec.ORDER_HEAD == 8192
     assert f"makes {len(plan.chunks)} rounds" in page
 
-    def gib(rank, unit):
-        config = S2OConfig(rank=rank, unit=unit)
+    def gib(rank, unit, path="auto"):
+        config = S2OConfig(rank=rank, unit=unit, path=path)
         plan = make_plan(problem, config, DeviceLimits.of_architecture(90), True)
         return f"{workspace(plan, problem, config).nbytes / 2**30:.2g}"
 
     whole, four, sixteen, single = (gib("query", unit) for unit in (8, 4, 16, 1))
     told = f"The case above takes {whole} GiB in all, with units of 16 {sixteen}, of 4 {four} and with single keys"
-    assert f'{told} {single}; with `"weight"` {gib("weight", 16)}.' in page
+    portable = f"On the portable path it takes {gib('query', 8, 'portable')}."
+    assert f'{told} {single}; with `"weight"` {gib("weight", 16)}. {portable}' in page
     assert f"units of keys: {whole} GiB in all for" in " ".join(text_of(ROOT / "docs" / "servers.md").split())
 
 

@@ -246,6 +246,30 @@ def test_few_runs_of_units_have_several_blocks(seqlen, kv_heads, options, parts)
 
 
 @pytest.mark.parametrize(
+    ("capability", "changes", "options", "aligned", "expected"),
+    [
+        (80, {}, {}, True, "query_weights_int8"), (120, {}, {}, True, "query_weights_int8"),
+        (80, {}, {"segment": 129}, True, "query_weights"), (80, {"head_dim": 250}, {}, False, "query_weights"),
+        (90, {}, {}, True, "query_weights_sm90"), (90, {"head_dim": 129}, {}, True, "query_weights_int8"),
+        (90, {}, {"path": "portable"}, True, "query_weights_int8"),
+        (103, {}, {}, True, "query_weights"),  # which has next to no 8-bit integers
+    ],
+)  # fmt: skip
+def test_what_queries_and_keys_are_multiplied_as(capability, changes, options, aligned, expected):
+    """In 8 bits wherever it is faster: there are rows of them then."""
+    problem, limits = a_problem(seqlen_q=5000, **changes), DeviceLimits.of_architecture(capability)
+    config = S2OConfig(dense_up_to=0, **options)
+    plan = make_plan(problem, config, limits, aligned)
+    operands = dict.fromkeys(("q", "k", "v", "out"), Operand(0, (1,) * 4, (0, 0, 0)))
+    memory = workspace(plan, problem, config)
+    steps = launches(plan, problem, config, operands, memory)
+    kernel = next(x.kernel for x in steps if x.stage == "unit_weights")
+    assert kernel.function == expected
+    assert ("unit_rows" in memory.places) == (expected != "query_weights")
+    assert {x.kernel.name for x in steps} <= {x.name for x in kernels_for(capability)}
+
+
+@pytest.mark.parametrize(
     ("heads", "seqlen", "parts"),
     [
         (32, 131072, 1), (32, 16384, 1), (24, 16384, 1), (12, 8192, 2), (6, 32768, 1), (6, 16384, 2), (4, 16384, 2),

@@ -307,7 +307,7 @@ struct QueryNorms {
     for (int step = 4; step < 32; step *= 2) longest = fmaxf(longest, __shfl_xor_sync(kFullWarp, longest, step));
     if (lane == 0) shared.longest[warp] = longest;
   }
-  // A segment is one block's where queries are taken to 8 bits.
+  // A segment is one block's where queries are taken to e4m3.
   __device__ __forceinline__ void store_scale() const {
     if (threadIdx.x != 0) return;
     float longest = shared.longest[0];

@@ -5,8 +5,8 @@
 //
 //   rows are (head, segment) pairs of the chunk; Chunk::place says where their scores are
 //
-// Where products of 8 bits can be had query_weights_sm90.cu has them. Here each warp keeps 32 queries in registers, and
-// the steps of keys pass by all warps.
+// For rows that are not aligned and segments of more than 128 queries; else products are of 8 bits (query_weights_sm90.cu,
+// query_weights_int8.cu). Each warp keeps 32 queries in registers, and the steps of keys pass by all warps.
 #include "sm80/attention.cuh"
 #include "selection/lane_maxima.cuh"
 #include "selection/segment_block.cuh"

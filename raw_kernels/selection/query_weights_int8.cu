@@ -6,8 +6,8 @@
 //
 //   rows are (head, segment) pairs of the chunk; Chunk::place says where their scores are
 //
-// A tensor core multiplies twice as many such numbers at a time as 16-bit ones, and all else that is done for a product holds
-// it up: so little else is. The segment's queries lie in shared memory as the threads of a product have them, and each warp
+// A tensor core multiplies twice as many such numbers at a time as 16-bit ones, and waits while anything else is done for a
+// product: so little else is. The segment's queries lie in shared memory as the threads of a product have them, and each warp
 // walks tiles of keys of its own, straight from global memory, without a barrier. A thread has all groups of a unit. What
 // a sum begins with stands for minus the query's norm and makes the sum's bits those of a float32 (kOrigin), so that of
 // each product nothing is left to do but an integer maximum.
@@ -17,8 +17,8 @@
 
 namespace s2o {
 
-// A query's norm may be above the segment's smallest by so much of a sum's steps. What is cut off could not be the
-// largest: of no product is the sum below minus half of that, and so it is not with the smallest norm.
+// A query's norm counts for at most so many steps of a sum more than the segment's smallest. A sum cut off so is at most
+// kMostProduct - kMostLess, which is below any sum of the query with the smallest norm: it is no maximum.
 constexpr float kMostLess = 4.2e6f;
 template <int kHeadDim>
 constexpr float kMostProduct = kHeadDim * kLargestInt8<kHeadDim> * kLargestInt8<kHeadDim>;

@@ -11,11 +11,11 @@ struct RankKeysParams {
   const uint16* unit_keys;  // [batch * kv_heads, units, 2, kHeadDim], of unit_weights: mean, outlier; of query_weights
                             // [batch * kv_heads, units, clusters, kHeadDim] (unit_clusters.cu)
   const uint16* cluster_shares;  // [batch * kv_heads, units, clusters], of query_weights
-  const uint32* unit_rows;    // [batch * kv_heads, tiles, KeyTile::kBytes / 4], of rank="query" in 8 bits (unit_rows.cu)
+  const uint32* unit_rows;    // [batch * kv_heads, tiles, bytes of a tile / 4], of rank="query" in 8 bits (unit_rows.cu)
   const uint16* row_shares;   // [batch * kv_heads, tiles, 64], likewise
   const float* unit_scales;   // [batch * kv_heads, tiles, units of a tile], of integers: what a step of their elements is
   const float* norms;         // [batch * heads, seqlen_q], of rank="query" (query_norms.cu)
-  const float2* query_scales; // [batch * heads, segments], in 8 bits: of queries, of products
+  const float2* query_scales; // [batch * heads, segments], of e4m3: of queries, of products
   uint16* scores;          // rows of the chunk (Chunk::place) by unit: float16, in log2 of a softmax weight
   int* k_order;            // rows of the chunk: units
   uint16* order_head_scores;  // [chunk rows, kOrderHead]: of the first that key_strata or key_middle leaves in k_order

@@ -30,8 +30,8 @@ struct UnitRowsParams {
   uint16* block_keys;            // [batch * kv_heads, 1 + blocks, kHeadDim]
   uint32* unit_rows;             // [batch * kv_heads, tiles, bytes of a tile / 4]: four bytes each; null: not wanted
   uint16* row_shares;            // [batch * kv_heads, tiles, 64]
-  int* key_exponents;            // [batch * kv_heads]
-  float* unit_scales;            // [batch * kv_heads, runs * kSuperUnits]
+  int* key_exponents;            // [batch * kv_heads], of unit_rows alone
+  float* unit_scales;            // [batch * kv_heads, runs * kSuperUnits], of unit_rows_int8 alone
   Geometry geometry;
   int kv_heads;
   int leading;              // units that the centre is the mean of

@@ -34,8 +34,8 @@ struct UnitRow {
   }
 };
 
-// The same among tiles of 8-bit integers, for mma: a tile has so many neighbouring units, and a thread of a product, which
-// has rows lane / 4, 8 more, 16 more ... of it, has all groups of its units lane / 4, 8 more ...
+// The same among tiles of 8-bit integers, for mma. A tile has 8 * kUnits neighbouring units. A thread of a product has rows
+// lane / 4, 8 more, 16 more ... of it, which are all groups of its units lane / 4, 8 more ...
 template <int kClusters>
 struct ThreadUnits {
   static_assert(kClusters == 2 || kClusters == 4 || kClusters == 8);
@@ -147,7 +147,7 @@ __device__ __forceinline__ float step_of_int8(float largest) {
   return fmaxf(largest * (1.f / kLargestInt8<kHeadDim>), 1e-30f);
 }
 
-// Four numbers in steps, rounded to the nearest integer. `factor`: 1 over the step. What is not a number is any.
+// Four numbers in steps, rounded to the nearest integer. `factor`: 1 over the step. NaN becomes any byte.
 __device__ __forceinline__ uint32 pack_int8(float x0, float x1, float x2, float x3, float factor) {
   const auto bits = [&](float x) { return __float_as_uint(fmaf(x, factor, kOrigin)); };
   return __byte_perm(__byte_perm(bits(x0), bits(x1), 0x0040), __byte_perm(bits(x2), bits(x3), 0x0040), 0x5410);

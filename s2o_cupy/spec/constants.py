@@ -42,7 +42,7 @@ BLOCK_UNITS = 64  # neighbouring units whose mean key stands for them in a query
 CLUSTERS = (2, 4, 8)  # groups of keys of a unit that rank="query" may tell apart
 CENTRE_KEYS = 128  # first keys at most, of which the mean is taken off all keys before they are rounded to 8 bits
 CENTRE_PART = 16  # keys are scaled as if one of the first were at least such a part of that mean away from it
-# Powers of two by which rows are scaled to 8 bits (raw_kernels/selection/unit_tile.cuh).
+# Powers of two by which rows are scaled to e4m3 (raw_kernels/selection/unit_tile.cuh).
 KEY_EXPONENT, QUERY_EXPONENT, MOST_EXPONENT = 4, 7, 9
 DEFAULT_TAU = 0.02  # of segments with up to LONG_FROM candidates
 DEFAULT_TAU_WITH_TAIL = 0.1  # the same with rank="query", where the tail counts what is left

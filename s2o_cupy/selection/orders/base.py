@@ -19,7 +19,7 @@ from ...spec import LOG2E
 
 __all__ = ["SMALLEST_SCALE", "Order"]
 
-SMALLEST_SCALE = 1e-30  # of unit_weights: times 0 what is left out, minus infinity, would be NaN
+SMALLEST_SCALE = 1e-30  # by which query_weights divides, and times 0 what unit_weights leaves out would be NaN
 
 
 class Order:
