@@ -133,6 +133,8 @@ SUMS: dict[tuple[str, str], Place] = {
     ("key scores", "query"): lambda c, s: of_scores(
         s, lambda score: 2 * (HEAD_DIM + 8) * U32 * c.products(c.q[0, 1, BEHIND], s.query.keys[0, 0, :16])
         + score * U),
+    ("key scores", "query in integers"): lambda c, s: of_scores(
+        s, lambda score: 3 * c.step_of_sums(s) + score * U),
     ("pass 1 state", "mean"): lambda c, s: (s.m1, (0, 1, ROW), 2 * c.score_error(ROW)),
     ("pass 1 output", "mean"): lambda c, s: (s.o1, (0, 1, ROW, 3), np.expm1(2 * c.score_error(ROW))),
     ("output", "mean"): lambda c, s: (s.o, (0, 1, ROW, 3), np.expm1(2 * c.score_error(ROW))),

@@ -107,11 +107,14 @@ def query_stages(q, k, own, geometry, config: S2OConfig, scale: float, number: s
 
 
 def with_integers(stages: QueryStages) -> QueryStages:
-    """Rows of which a unit's largest element is 127."""
-    off_centre = stages.keys - stages.blocks[:, :, :1, None]
+    """Rows of which a unit's largest element is 127, or 90 of more than 128; of a group that is not finite NaN."""
+    off_centre = (stages.keys - stages.blocks[:, :, :1, None]).astype(np.float32)
     off_centre[np.isneginf(stages.shares)] = 0
-    steps = step_of_int8(np.abs(off_centre.astype(np.float32)).max(axis=(3, 4)), off_centre.shape[-1])
-    rows = as_int8(off_centre.astype(np.float32), steps[..., None, None])
+    is_finite = np.isfinite(off_centre).all(axis=-1)
+    off_centre[~is_finite] = 0
+    steps = step_of_int8(np.abs(off_centre).max(axis=(3, 4)), off_centre.shape[-1])
+    rows = as_int8(off_centre, steps[..., None, None])
+    rows[~is_finite] = np.nan
     return replace(stages, rows=rows, steps=steps)
 
 
@@ -294,6 +297,41 @@ def test_right_stages_of_8_bits_agree(unit: int, clusters: int, is_causal: bool,
     found = {row.stage for row in report.rows if row.stage.startswith("8-bit")}
     assert found == {"8-bit rows"} | (of_floats if number == E4M3 else of_integers)
     assert report.ok, report.table()
+
+
+@pytest.mark.parametrize(("head_dim", "most"), [(128, 127), (129, 90)])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_integers_of_groups_that_are_not_finite(head_dim: int, most: int, value: float) -> None:
+    """A unit's score is NaN where one of its groups is, and the step that of its other groups."""
+    rng = np.random.default_rng(7)
+    q, k, v = (rng.standard_normal((1, 1, 200, head_dim)).astype(np.float16) for _ in range(3))
+    k[0, 0, 50, 3] = value
+    problem = Problem(1, 1, 1, 200, 200, head_dim, "float16", True, head_dim**-0.5)
+    config = replace(CONFIGS["query"], clusters=4)  # each key of a unit is a group
+    stages = stand_in(q, k, v, problem, config, INT8)
+    report = compare(stages, q, k, v, problem, config)
+    assert [row.stage for row in report.rows if not row.ok] == [], report.table()
+    assert stages.query is not None
+    rows = stages.query.rows
+    assert np.nanmax(np.abs(rows)) == most and np.isnan(rows[0, 0, 50 // 4, 50 % 4]).all()
+    assert np.isnan(rows).sum() == head_dim and np.isnan(stages.scores[4][0, 0, 50 // 4])
+    for fault in (lambda s: s.rows.__setitem__((0, 0, 50 // 4, 50 % 4), 0), lambda s: larger(s.steps, (0, 0, 50 // 4))):
+        faulty = copy.deepcopy(stages)
+        fault(faulty.query)
+        assert not compare(faulty, q, k, v, problem, config).ok
+
+
+@pytest.mark.parametrize("clusters", [2, 4])
+def test_groups_of_no_key_are_zeros(clusters: int) -> None:
+    """Keys that are all alike are one group."""
+    q, k, v = (np.ones((1, 1, 200, 24), np.float16) for _ in range(3))
+    q, k = q * np.linspace(0, 1, 24, dtype=np.float16), k * np.linspace(1, 0, 24, dtype=np.float16)
+    problem = Problem(1, 1, 1, 200, 200, 24, "float16", True, 0.1)
+    config = replace(CONFIGS["query"], unit=8, clusters=clusters)
+    stages = stand_in(q, k, v, problem, config, INT8)
+    assert stages.query is not None
+    assert np.isneginf(stages.query.shares).any() and not stages.query.rows[np.isneginf(stages.query.shares)].any()
+    assert compare(stages, q, k, v, problem, config).ok
 
 
 SMALL_CASES = {

@@ -265,7 +265,13 @@ def test_what_queries_and_keys_are_multiplied_as(capability, changes, options, a
     steps = launches(plan, problem, config, operands, memory)
     kernel = next(x.kernel for x in steps if x.stage == "unit_weights")
     assert kernel.function == expected
-    assert ("unit_rows" in memory.places) == (expected != "query_weights")
+    rows = memory.places.get("unit_rows")
+    assert (rows is not None) == (expected != "query_weights")
+    of_rows = next(x.kernel.function for x in steps if x.stage == "unit_rows")
+    assert of_rows == ("unit_rows_int8" if expected == "query_weights_int8" else "unit_rows")
+    if rows is not None:  # a byte for an element, or for two of four that and four bits more
+        of_four = 2.5 if expected == "query_weights_sm90" else 4
+        assert rows.shape == (problem.kv_heads, 5 * 2 * 8, 64 * padded_head_dim(problem.head_dim) * of_four / 4)
     assert {x.kernel.name for x in steps} <= {x.name for x in kernels_for(capability)}
 
 
