@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_diffing import stand_in
+from stand_ins import stand_in
 
 from s2o_cupy import S2OConfig
 from s2o_cupy.problem import Problem
