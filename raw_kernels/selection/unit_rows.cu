@@ -254,7 +254,7 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
   }
 }
 
-// Rows of integers.
+// The same with rows of integers.
 template <class Traits>
 __device__ __forceinline__ void unit_rows_int8(const UnitRowsParams& p) {
   unit_rows<IntegerRowsTraits<Traits>>(p);

@@ -61,7 +61,7 @@ QUERY_WEIGHTS_INT8 = Family(
 OF_KV_HEADS = ("unit_means", "block_keys", "unit_rows", "row_shares", "key_exponents", "unit_scales")
 SUPER_UNITS = 128  # units whose scores are written together (kSuperUnits)
 TILE_ROWS = 64  # rows of 8 bits of a tile (kTileRows)
-MOST_QUERIES = 128  # of a segment, of 8 bits (kQueries)
+MOST_QUERIES = 128  # of a segment that is multiplied in 8 bits (kQueries)
 UNIT_ROW_LOADS = 4  # rows that a thread of unit_rows has on their way (kRowsAhead)
 NORM_QUERIES = 128  # queries of a block of query_norms (kQueries)
 _QUERY_STAGES = 6
@@ -78,7 +78,7 @@ E4M3, INT8, WIDE = "e4m3", "int8", "16 bits"
 
 
 def products(inputs: Inputs, path: Path, segment: int, limits: DeviceLimits | None = None) -> str:
-    """What queries and keys are multiplied as: E4M3, INT8 or WIDE. Without ``limits``: on a GPU that has INT8."""
+    """What queries and keys are multiplied as: E4M3, INT8 or WIDE. Without ``limits`` the GPU has INT8."""
     if not inputs.aligned or segment > MOST_QUERIES:
         return WIDE
     if inputs.head_dim <= path.wgmma_head_dim:
