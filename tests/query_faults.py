@@ -83,6 +83,7 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
              "longest = first_row ? longest : length * 0.01f"),
             ("the last two of four are never kept", "8-bit rows", "both_last = fminf(size[2], size[3]) >",
              "both_last = -infinity() >"),
+            ("fours are of neighbours in part", "8-bit rows", "i == 1 ? kHalf - 1 - lane", "i == 1 ? (lane ^ 1)"),
             ("the later of two equal ones is kept", "8-bit rows", "(size[0] >= size[1] || both_first)",
              "(size[0] > size[1] || both_first)"),
             ("choices stand with other columns", "8-bit rows", "lane % 4 * 8;", "(lane % 4 ^ 1) * 8;"),
@@ -169,8 +170,8 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
     (
         "query_weights_int8", INTEGERS,
         (
-            ("half of the queries do not count", "key scores", "eight < Traits::kQueries / 8;",
-             "eight < Traits::kQueries / 16;"),
+            ("half of the queries do not count", "key scores", "eight < eights;", "eight < eights / 2;"),
+            ("the last queries do not count", "key scores", "query_count(segment) + 7) / 8", "query_count(segment)) / 8"),
             ("a share is left out", "key scores", "share - smallest)", "-smallest)"),
             ("the smallest norm is left out", "key scores", "share - smallest)", "share)"),
             ("every query has the smallest norm", "key scores", "= norm - least;", "= 0.f;"),
@@ -231,6 +232,8 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
             ("half of the queries do not count", "key scores", "j = 1; j < kOfSegment; ++j",
              "j = 1; j < kOfSegment / 2; ++j"),
             ("a share is left out", "key scores", "product_of_pairs(share[1], onto[s])", "0u"),
+            ("columns of a query are another lane's", "key scores", "* p.q.row, lane, g.head_dim)",
+             "* p.q.row, lane ^ 1, g.head_dim)"),
             ("the second segment's queries take the first one's place", "key scores",
              "s * Traits::kQueries + r, lane * 8", "r, lane * 8"),
             ("lanes keep their maxima", "key scores", "x = shared_out<1>(of_one, x);", ";"),

@@ -32,8 +32,8 @@ CONFIGS = {
 }
 
 
-def stand_in(q, k, v, problem: Problem, config: S2OConfig, number: str = WIDE, exact: bool = False) -> GpuStages:
-    """What a right GPU would capture: float32 stages, P and the hand-over rounded to the dtype. ``number``: what
+def stand_in(q, k, v, problem: Problem, config: S2OConfig, products: str = WIDE, exact: bool = False) -> GpuStages:
+    """What a right GPU would capture: float32 stages, P and the hand-over rounded to the dtype. ``products``: what
     queries and groups of keys are multiplied as. ``exact``: all in float64, and nothing is rounded but to 8 bits."""
     dtype, half = (np.dtype(np.float64),) * 2 if exact else (q.dtype, np.dtype(np.float16))
     q, k, v = (x.astype(np.float64 if exact else np.float32) for x in (q, k, v))
@@ -45,11 +45,11 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig, number: str = WIDE, e
     q_order = s2o.query_order(q, k, geometry, config.block_m)
     state1 = s2o.pass1(q, k, v, geometry, scale, problem.softcap)
     own = s2o.finish(state1)[1]
-    of_query = query_stages(q, k, own, geometry, config, scale, number) if config.rank == "query" else None
+    of_query = query_stages(q, k, own, geometry, config, scale, products) if config.rank == "query" else None
     of_units = s2o.unit_keys(k, geometry) if config.rank == "weight" else None
     scores, k_order, positions = [], [], []
     for n in range(geometry.segments):
-        if of_query is not None and number != WIDE:
+        if of_query is not None and products != WIDE:
             scores.append(scores_of_bytes(q, of_query, n, geometry, scale).astype(half))
         elif of_query is not None:
             shares = np.exp2(of_query.shares.astype(q.dtype))
@@ -74,19 +74,19 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig, number: str = WIDE, e
     )  # fmt: skip
 
 
-def query_stages(q, k, own, geometry, config: S2OConfig, scale: float, number: str) -> QueryStages:
+def query_stages(q, k, own, geometry, config: S2OConfig, scale: float, products: str) -> QueryStages:
     """Of rank="query"."""
     found = ordering.unit_clusters(k, geometry, config.groups)
     with np.errstate(divide="ignore"):
         shares = np.log2(found.shares).astype(np.float16 if q.dtype == np.float32 else q.dtype)
     centre = found.means[:, :, : geometry.leading_units].mean(axis=2, keepdims=True)
     blocks = ordering.block_keys(found.means)
-    less = None if number == WIDE else centre[:, :, 0]
+    less = None if products == WIDE else centre[:, :, 0]
     norms = ordering.query_norms(q, found.means, blocks, own, geometry, scale, less)
     stages = QueryStages(found.keys, shares, found.means, np.concatenate([centre, blocks], axis=2), norms)
-    if number == INT8:
+    if products == INT8:
         return with_integers(stages)
-    return with_floats(stages, q, geometry, scale) if number == E4M3 else stages
+    return with_floats(stages, q, geometry, scale) if products == E4M3 else stages
 
 
 def with_integers(stages: QueryStages) -> QueryStages:
@@ -153,13 +153,13 @@ def scores_of_bytes(q, stages: QueryStages, n: int, geometry, scale: float) -> n
 
 def make(
     config: S2OConfig, dtype=ml_dtypes.bfloat16, scale: float = 0.3, is_causal: bool = True, softcap: float = 0.0,
-    number: str = WIDE,
+    products: str = WIDE,
 ):  # fmt: skip
     rng = np.random.default_rng(7)
     q = rng.standard_normal((2, 4, 200, 24)).astype(dtype)
     k, v = (rng.standard_normal((2, 2, 230, 24)).astype(dtype) for _ in range(2))
     problem = Problem(2, 4, 2, 200, 230, 24, q.dtype.name, is_causal, scale, softcap)
-    return stand_in(q, k, v, problem, config, number), (q, k, v, problem, config)
+    return stand_in(q, k, v, problem, config, products), (q, k, v, problem, config)
 
 
 def larger(x: np.ndarray, at: tuple[int, ...]) -> None:

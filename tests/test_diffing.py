@@ -54,14 +54,14 @@ def test_right_stages_agree(config: S2OConfig, dtype, is_causal: bool) -> None:
 
 @pytest.mark.parametrize(("unit", "clusters"), [(4, 2), (4, 4), (8, 4), (8, 8), (16, 8)])
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("number", [E4M3, INT8])
-def test_right_stages_of_8_bits_agree(unit: int, clusters: int, is_causal: bool, number: str) -> None:
+@pytest.mark.parametrize("products", [E4M3, INT8])
+def test_right_stages_of_8_bits_agree(unit: int, clusters: int, is_causal: bool, products: str) -> None:
     config = replace(CONFIGS["query"], unit=unit, clusters=clusters)
-    stages, problem = make(config, is_causal=is_causal, number=number)
+    stages, problem = make(config, is_causal=is_causal, products=products)
     report = compare(stages, *problem)
     of_floats, of_integers = {"8-bit exponents", "8-bit scales"}, {"8-bit steps"}
     found = {row.stage for row in report.rows if row.stage.startswith("8-bit")}
-    assert found == {"8-bit rows"} | (of_floats if number == E4M3 else of_integers)
+    assert found == {"8-bit rows"} | (of_floats if products == E4M3 else of_integers)
     assert report.ok, report.table()
 
 
@@ -186,7 +186,7 @@ OF_UNITS = ("unit means", "outliers")
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("stage", "config", "number"),
+    ("stage", "config", "products"),
     [
         *((stage, "weight" if stage in OF_UNITS else "paper", WIDE) for stage in STAGES
           if stage in OF_UNITS or stage not in OF_QUERIES[:-1]),
@@ -195,8 +195,8 @@ OF_UNITS = ("unit means", "outliers")
         *((stage, "query", INT8) for stage in OF_QUERIES if stage not in ("8-bit exponents", "8-bit scales")),
     ],
 )  # fmt: skip
-def test_a_fault_is_found_where_it_is(stage: str, config: str, number: str) -> None:
-    stages, problem = make(CONFIGS[config], number=number)
+def test_a_fault_is_found_where_it_is(stage: str, config: str, products: str) -> None:
+    stages, problem = make(CONFIGS[config], products=products)
     faulty = copy.deepcopy(stages)
     FAULTS[stage](faulty)
     report = compare(faulty, *problem)
@@ -215,16 +215,16 @@ def test_a_stage_of_nothing_is_no_fault() -> None:
     assert all(row.ok for row in rows.rows)
 
 
-@pytest.mark.parametrize("number", [WIDE, E4M3, INT8])
+@pytest.mark.parametrize("products", [WIDE, E4M3, INT8])
 @pytest.mark.parametrize("wrong", ["shifted", "noisy"])
-def test_scores_are_held_to_their_own_rounding(number: str, wrong: str) -> None:
+def test_scores_are_held_to_their_own_rounding(products: str, wrong: str) -> None:
     """head_dim 128 and normal inputs, of which scores deviate by 0.5: off by as much, or noise of that size, is a
     fault."""
     rng = np.random.default_rng(7)
     q, k, v = (rng.standard_normal((1, heads, 200, 128)).astype(ml_dtypes.bfloat16) for heads in (2, 1, 1))
     problem = Problem(1, 2, 1, 200, 200, 128, q.dtype.name, True, 128**-0.5)
     config = CONFIGS["query"]
-    stages = stand_in(q, k, v, problem, config, number)
+    stages = stand_in(q, k, v, problem, config, products)
     assert compare(stages, q, k, v, problem, config).ok
     for scores in stages.scores:
         off = 0.5 if wrong == "shifted" else rng.uniform(-0.6, 0.6, scores.shape)

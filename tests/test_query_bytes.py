@@ -18,28 +18,28 @@ from s2o_cupy.problem import Problem
 from s2o_cupy.reference import ordering
 from s2o_cupy.selection.orders.query import E4M3, INT8
 from s2o_cupy.spec import BLOCK_UNITS, KEY_EXPONENT, LOG2E, Geometry
-from s2o_cupy.tools.diff_query_weights import _compare_exponents, capture, keep_two, longest_of_keys
+from s2o_cupy.tools.diff_query_weights import _compare_exponents, capture, keep_two, longest_of_keys, spread
 from s2o_cupy.tools.diffing import compare
 
 
 @pytest.mark.parametrize("alike", [1.0, 2.0**-6, 2.0**-8, 2.0**-10])
-@pytest.mark.parametrize("number", [E4M3, INT8])
-def test_first_keys_that_are_alike_leave_room_for_others(rng, alike, number):
+@pytest.mark.parametrize("products", [E4M3, INT8])
+def test_first_keys_that_are_alike_leave_room_for_others(rng, alike, products):
     """As of repeated tokens: what later keys differ by is no multiple of what these do. The first ten units by 8 bits
     are among the first twenty, of integers the first twelve, by the same elements before they are rounded."""
     q, k = rng.standard_normal((2, 1, 1, 2048, 128))
     k[:, :, :128] = k[:, :, :1] + alike * k[:, :, :128]
     config, scale = S2OConfig(dense_last=0), 128**-0.5
     geometry = Geometry(2048, 2048, config.segment, unit=config.unit)
-    stages = query_stages(q, k, np.zeros((1, 1, 2048)), geometry, config, scale, number)
+    stages = query_stages(q, k, np.zeros((1, 1, 2048)), geometry, config, scale, products)
     n, centre = geometry.segments - 1, stages.blocks[:, :, 0]
     norms = stages.norms + (q @ centre[..., None])[..., 0] * (scale * LOG2E)  # of keys as they are
     kept = stages.keys
-    if number == E4M3:
+    if products == E4M3:
         kept = keep_two(stages.keys - stages.blocks[:, :, :1, None]) + stages.blocks[:, :, :1, None]
     exact = ordering.query_weights(q, norms, kept, np.exp2(stages.shares.astype(float)), n, geometry, scale)
     found = scores_of_bytes(q, stages, n, geometry, scale)
-    first = set(np.argsort(-exact[0, 0])[: 20 if number == E4M3 else 12])
+    first = set(np.argsort(-exact[0, 0])[: 20 if products == E4M3 else 12])
     assert first.issuperset(np.argsort(-found[0, 0])[:10])
 
 
@@ -86,9 +86,38 @@ def test_rows_of_8_bits_are_read_where_a_gpu_puts_them(rng, head_dim, width, clu
         "key_exponents": np.array([3, -4], np.int32),
     }
     stages = capture(None, "unit_rows", host.__getitem__, host, np.float16, problem, config)
-    np.testing.assert_array_equal(stages.rows[0], expected.reshape(2, units, clusters, width)[..., :head_dim])
+    by_element = np.empty((2, units, clusters, width), np.float32)
+    by_element[..., spread(width)] = expected.reshape(by_element.shape)
+    np.testing.assert_array_equal(stages.rows[0], by_element[..., :head_dim])
     np.testing.assert_array_equal(stages.exponents, [[3, -4]])
     np.testing.assert_array_equal(stages.blocks[0], host["block_keys"].view(np.float16)[..., :head_dim])
+
+
+@pytest.mark.parametrize(("width", "first"), [(64, [0, 30, 40, 54]), (128, [0, 62, 80, 110])])
+def test_fours_are_from_all_over_a_row(width, first):
+    """Each element is in one of them. A rotary embedding turns elements i and i + width / 2 by one frequency, or 2 i and
+    2 i + 1, and the next ones by nearly the same: none of these are together."""
+    columns = spread(width)
+    assert sorted(columns) == list(range(width))
+    fours = columns.reshape(-1, 4)
+    assert fours[0].tolist() == first and (fours[1::2] == fours[::2] + 1).all()
+    assert (np.sort(fours // (width // 2), axis=1) == [0, 0, 1, 1]).all()
+    for pair_of, apart in ((fours % (width // 2), 2), (fours // 2, 1)):
+        assert np.diff(np.sort(pair_of, axis=1), axis=1).min() == apart
+
+
+def test_two_of_four_are_kept():
+    x = np.zeros((2, 128), np.float32)
+    four = spread(128)[8:12]
+    x[0, four] = [1, -3, 2, -2]
+    x[1, four] = [4, 4, np.nan, 4]
+    np.testing.assert_array_equal(keep_two(x)[:, four], [[0, -3, 2, 0], [4, 0, np.nan, 0]])
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 72, 128])
+def test_elements_past_the_row_take_no_place(head_dim):
+    there = spread(64 if head_dim <= 64 else 128).reshape(-1, 4) < head_dim
+    assert np.count_nonzero(keep_two(np.ones(head_dim, np.float32))) == np.minimum(there.sum(axis=1), 2).sum()
 
 
 @pytest.mark.parametrize(("head_dim", "width", "clusters"), [(64, 64, 2), (72, 128, 4), (128, 128, 8)])
@@ -160,7 +189,7 @@ def test_8_bits_that_are_scaled_wrongly_all_along(off: int, monkeypatch) -> None
     """Rows, scales and scores that follow from a wrong power of two agree with each other."""
     with monkeypatch.context() as patch:
         patch.setattr(stand_ins, "KEY_EXPONENT", KEY_EXPONENT + off)
-        stages, problem = make(CONFIGS["query"], number=E4M3)
+        stages, problem = make(CONFIGS["query"], products=E4M3)
     report = compare(stages, *problem)
     assert [row.stage for row in report.rows if not row.ok][:1] == ["8-bit exponents"], report.table()
 

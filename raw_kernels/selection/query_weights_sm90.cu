@@ -168,6 +168,7 @@ struct BlockQueries {
   using Element = typename Traits::Element;
   static constexpr int kHeadDim = Traits::kHeadDim, kLanes = kHeadDim / 8;
   static constexpr int kAtOnce = Traits::kConsumers / kLanes;
+  using Columns = Spread<kHeadDim>;
 
   static constexpr uint32 kFourNan = 0x7f7f7f7f;  // of e4m3
   // A bit for each number of four that is NaN.
@@ -181,20 +182,18 @@ struct BlockQueries {
     const Geometry& g = p.geometry;
     const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes;
     const uint16* of_head = p.q.at(block.head / p.heads, block.head % p.heads);
-    const bool there = lane * 8 < g.head_dim;
 #pragma unroll 1
     for (int s = 0; s < Traits::kSegments; ++s) {
       const int n = block.segment(s), count = g.query_count(n);
       const float factor = p.query_scales[static_cast<int64>(block.head) * g.segments() + n].x;
-      const uint16* rows = of_head + static_cast<int64>(g.query_begin(n)) * p.q.row + lane * 8;
+      const uint16* rows = of_head + static_cast<int64>(g.query_begin(n)) * p.q.row;
 #pragma unroll 8
       for (int r = slot; r < Traits::kQueries; r += kAtOnce) {
-        const uint4 x = load_16_or_zeros(rows + static_cast<int64>(r < count ? r : 0) * p.q.row, there);
-        const auto scaled = [&](uint32 low, uint32 high) {
-          return pack_e4m3(Element::low(low) * factor, Element::high(low) * factor, Element::low(high) * factor,
-                           Element::high(high) * factor);
-        };
-        const uint2 packed = make_uint2(scaled(x.x, x.y), scaled(x.z, x.w));
+        float x[8];
+        Columns::template unpack<Element>(
+            x, Columns::load(rows + static_cast<int64>(r < count ? r : 0) * p.q.row, lane, g.head_dim));
+        const uint2 packed = make_uint2(pack_e4m3(x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor),
+                                        pack_e4m3(x[4] * factor, x[5] * factor, x[6] * factor, x[7] * factor));
         if (nan_bits(packed.x) | nan_bits(packed.y)) shared.not_finite[s * Traits::kQueries + r] = 1;
         *reinterpret_cast<uint2*>(shared.queries + byte_of_row<kHeadDim>(s * Traits::kQueries + r, lane * 8)) = packed;
       }

@@ -6,8 +6,8 @@
 //              are multiplied (unit_tile.cuh)
 //   row_shares [batch * kv_heads, tiles, 64]: cluster_shares in that order
 //
-// unit_rows, for query_weights_sm90.cu, has e4m3 of rows times a power of two, of every four elements the two largest, and
-// which these are:
+// unit_rows, for query_weights_sm90.cu, has e4m3 of rows times a power of two, of every four elements (Spread) the two
+// largest, and which these are:
 //   key_exponents [batch * kv_heads]: that power of two
 //
 // unit_rows_int8, for query_weights_int8.cu, has integers, which know no NaN; of a row that is not finite the share is NaN:
@@ -66,6 +66,7 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
   using Element = typename Traits::Element;
   constexpr int kLanes = Traits::kLanes, kHeadDim = Traits::kHeadDim, kClusters = Traits::kClusters;
   constexpr bool kIntegers = Traits::kIntegers;
+  using Columns = Spread<kHeadDim>;
   const Geometry& g = p.geometry;
   const int run = blockIdx.x / p.parts, part = blockIdx.x % p.parts, kv_head = run / p.runs;
   const int first = run % p.runs * kSuperUnits, units = g.units();
@@ -84,7 +85,18 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
         from = keys + row * p.k.row;
       }
     }
-    return load_16_or_zeros(from + lane * 8, lane * 8 < dims);
+    if constexpr (kIntegers) {
+      return load_16_or_zeros(from + lane * 8, lane * 8 < dims);
+    } else {
+      return Columns::load(from, lane, dims);
+    }
+  };
+  const auto unpack = [](float (&x)[8], const uint4& row) {  // as they are multiplied
+    if constexpr (kIntegers) {
+      unpack_row<Traits>(x, row);
+    } else {
+      Columns::template unpack<Element>(x, row);
+    }
   };
   const auto load_rows = [&](uint4 (&rows)[kRowsAhead], int row, int last) {  // past the last that one
 #pragma unroll
@@ -98,7 +110,7 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
 
   // Threads that have a row's elements find the centre, others meanwhile means of the blocks that begin here.
   constexpr int kPairs = kHeadDim / 2, kMeans = kSuperUnits / kBlockUnits;
-  __shared__ uint4 centre_row[kLanes];
+  __shared__ uint32 centre_row[kPairs];
 #pragma unroll 1
   for (int i = threadIdx.x / kPairs; i <= kMeans; i += kRankThreads / kPairs) {
     const bool is_centre = i == 0;
@@ -123,12 +135,13 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
     const int row = is_centre ? 0 : 1 + block;
     uint16* to = p.block_keys + (static_cast<int64>(kv_head) * (1 + units / kBlockUnits) + row) * kHeadDim + pair * 2;
     if (!is_centre || (first == 0 && part == 0)) *reinterpret_cast<uint32*>(to) = mean;
-    if (is_centre) reinterpret_cast<uint32*>(centre_row)[pair] = mean;
+    if (is_centre) centre_row[pair] = mean;
   }
   if (!has_rows) return;
   __syncthreads();
   float centre[8];
-  unpack_row<Traits>(centre, centre_row[lane]);
+  const auto of_centre_row = [&](int i) { return centre_row[kIntegers ? lane * 4 + i : Columns::pair(lane, i)]; };
+  unpack(centre, make_uint4(of_centre_row(0), of_centre_row(1), of_centre_row(2), of_centre_row(3)));
 
   // This part's rows of the run.
   const int part_rows = kClusters * kSuperUnits / p.parts, begin = part * part_rows, last = units * kClusters - 1;
@@ -147,7 +160,7 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
 #pragma unroll
       for (int i = 0; i < kRowsAhead; ++i) {
         float x[8], length = 0.f;
-        unpack_row<Traits>(x, rows[i]);
+        unpack(x, rows[i]);
 #pragma unroll
         for (int e = 0; e < 8; ++e) length = fmaf(x[e] - centre[e], x[e] - centre[e], length);
 #pragma unroll
@@ -190,7 +203,7 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
     unsigned char* tile = tiles + at.tile * Tile::kBytes;
     float x[8] = {};
     if (share != kShareOfNone) {
-      unpack_row<Traits>(x, row);
+      unpack(x, row);
 #pragma unroll
       for (int e = 0; e < 8; ++e) x[e] = kIntegers ? x[e] - centre[e] : (x[e] - centre[e]) * factor;
     }
@@ -219,7 +232,7 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
 #pragma unroll
       for (int i = 0; i < kRowsAhead; ++i) {
         float x[8], size = 0.f;
-        unpack_row<Traits>(x, rows[i]);
+        unpack(x, rows[i]);
 #pragma unroll
         for (int e = 0; e < 8; ++e) size = max_or_nan(size, fabsf(x[e] - centre[e]));
 #pragma unroll

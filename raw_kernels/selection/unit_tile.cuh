@@ -1,8 +1,8 @@
 // Rows of 8 bits, floats (e4m3) or integers, as the kernels of rank="query" lay them out: which row of which tile a unit's
 // keys are, and where the bytes of a row stand.
 //
-// Of four neighbouring floats of a key the two largest are kept, and which these are: two of four is what wgmma multiplies
-// at twice the rate of all four.
+// Of every four floats of a key the two largest are kept, and which these are: two of four is what wgmma multiplies at twice
+// the rate of all four. Which elements are four together is Spread's.
 #pragma once
 #include "common/geometry.cuh"
 
@@ -46,6 +46,32 @@ struct ThreadUnits {
   // Of a KV head.
   static __device__ __forceinline__ int64 tiles(int units) {
     return static_cast<int64>((units + kSuperUnits - 1) / kSuperUnits) * (2 * kClusters);
+  }
+};
+
+// In which order rows of floats, of queries as of keys, have their elements. Neighbours have nearly the same frequency of a
+// rotary embedding and are large or small together, so that of four of them two large ones might be left out and two small
+// ones kept. A four is of elements from all over the row instead: columns 8 lane .. are the first elements of the lane's four
+// pairs of neighbours, the next four columns their second ones.
+template <int kHeadDim>
+struct Spread {
+  static constexpr int kLanes = kHeadDim / 8, kHalf = kHeadDim / 4;  // of a row; pairs of half a row
+  // The number of pair `i` of a lane: two of the row's first half, from its either end, and two of the other half.
+  static __device__ __forceinline__ int pair(int lane, int i) {
+    const int shifted = (lane + kLanes / 2) % kLanes;
+    return i == 0 ? lane : i == 1 ? kHalf - 1 - lane : i == 2 ? kHalf + shifted : 2 * kHalf - 1 - shifted;
+  }
+  // The lane's pairs of a row; zeros past its `dims` elements, a multiple of 8.
+  static __device__ __forceinline__ uint4 load(const uint16* row, int lane, int dims) {
+    const auto at = [&](int i) { return load_4_or_zeros(row + pair(lane, i) * 2, pair(lane, i) * 2 < dims); };
+    return make_uint4(at(0), at(1), at(2), at(3));
+  }
+  // Columns 8 lane .. of a row.
+  template <class Element>
+  static __device__ __forceinline__ void unpack(float (&x)[8], const uint4& packed) {
+    const uint32 pairs[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = Element::low(pairs[i]), x[4 + i] = Element::high(pairs[i]);
   }
 };
 

@@ -96,8 +96,8 @@ def _integers_in_order(tiles: Array, shares: Array, units: int, clusters: int) -
 
 
 def _floats_in_order(tiles: Array, units: int, clusters: int) -> Array:
-    """Tiles of keys in 8 bits [kv_heads, tiles, bytes] by unit and group, as float32 [kv_heads, units, clusters, D], 0
-    where an element is left out (raw_kernels/selection/unit_tile.cuh)."""
+    """Tiles of keys in 8 bits [kv_heads, tiles, bytes] by unit, group and element, as float32 [kv_heads, units,
+    clusters, D], 0 where an element is left out (raw_kernels/selection/unit_tile.cuh)."""
     kv_heads, count, width = tiles.shape[0], tiles.shape[1], tiles.shape[2] // 40
     parts = width // 64
     unit, cluster = np.arange(units)[:, None], np.arange(clusters)[None]
@@ -113,18 +113,31 @@ def _floats_in_order(tiles: Array, units: int, clusters: int) -> Array:
     places = np.stack([choices & 3, choices >> 2], axis=-1).astype(np.int64)
     found = np.zeros((kv_heads, count, 64, width // 4, 4), np.float32)
     np.put_along_axis(found, places, np.ascontiguousarray(kept).view(E4M3).astype(np.float32), axis=-1)
-    return found.reshape(kv_heads, count, 64, width)[:, tile, row]
+    return found.reshape(kv_heads, count, 64, width)[:, tile, row][..., np.argsort(spread(width))]
+
+
+def spread(width: int) -> Array:
+    """Which element of a row of ``width``, 64 or 128, stands in each column of the products of floats (Spread of
+    unit_tile.cuh): four columns are of elements from all over the row."""
+    lane, half = np.arange(width // 8), width // 4  # pairs of neighbours of half a row
+    shifted = (lane + len(lane) // 2) % len(lane)
+    pairs = np.stack([lane, half - 1 - lane, half + shifted, 2 * half - 1 - shifted], axis=-1)
+    return np.stack([2 * pairs, 2 * pairs + 1], axis=1).reshape(-1)
 
 
 def keep_two(x: Array) -> Array:
-    """Of every four elements of the last axis the two of the largest magnitude, of equal ones the first; others are 0.
-    What is not finite is larger than all else."""
+    """Of every four elements of a row [..., D], D up to 128, as `spread` has them, the two of the largest magnitude, of
+    equal ones the first; others are 0. What is not finite is larger than all else."""
+    head_dim = x.shape[-1]
+    columns = spread(64 if head_dim <= 64 else 128)
     size = np.where(np.isfinite(x), np.abs(x), np.inf)
-    size = np.pad(size, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 4)]).reshape(*x.shape[:-1], -1, 4)
+    size = np.pad(size, [(0, 0)] * (x.ndim - 1) + [(0, len(columns) - head_dim)])
+    size = size[..., columns].reshape(*x.shape[:-1], -1, 4)
     order = np.argsort(-size, axis=-1, kind="stable")
     kept = np.zeros(size.shape, bool)
     np.put_along_axis(kept, order[..., :2], True, axis=-1)
-    return np.where(kept.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]], x, x.dtype.type(0))
+    kept = kept.reshape(*x.shape[:-1], -1)[..., np.argsort(columns)]
+    return np.where(kept[..., :head_dim], x, x.dtype.type(0))
 
 
 def as_e4m3(x: Array) -> Array:

@@ -1,7 +1,7 @@
 """rank="query": units of keys by the largest softmax weight that any single query gives a group of their keys.
 
 unit_clusters parts the keys of each unit into groups, unit_rows has their means in 8 bits, and query_norms finds each
-query's softmax mass from what pass 1 has left and the means of blocks of units. `products` says in which numbers a call
+query's softmax mass from what pass 1 has left and the means of blocks of units. `products_of` says in which numbers a call
 multiplies.
 
 Pure: no array, no GPU, no CuPy.
@@ -27,7 +27,7 @@ from .base import Order
 
 __all__ = [
     "NORM_QUERIES", "TILE_ROWS", "QueryOrder", "cluster_keys_of_block", "heads_in_turns", "query_weight_blocks",
-    "products", "unit_row_tiles", "unit_rows_parts",
+    "products_of", "unit_row_tiles", "unit_rows_parts",
 ]  # fmt: skip
 
 THREADS = 256
@@ -77,7 +77,7 @@ GROUPED_BYTES = 128 << 20  # cluster_keys take up to so many at a time where row
 E4M3, INT8, WIDE = "e4m3", "int8", "16 bits"
 
 
-def products(inputs: Inputs, path: Path, segment: int, limits: DeviceLimits | None = None) -> str:
+def products_of(inputs: Inputs, path: Path, segment: int, limits: DeviceLimits | None = None) -> str:
     """What queries and keys are multiplied as: E4M3, INT8 or WIDE. Without ``limits`` the GPU has INT8."""
     if not inputs.aligned or segment > MOST_QUERIES:
         return WIDE
@@ -98,9 +98,9 @@ def unit_clusters(inputs: Inputs, clusters: int) -> Kernel:
     )
 
 
-def unit_rows(inputs: Inputs, clusters: int, number: str) -> Kernel:
-    """``number``: as `products`."""
-    family = UNIT_ROWS_INT8 if number == INT8 else UNIT_ROWS
+def unit_rows(inputs: Inputs, clusters: int, products: str) -> Kernel:
+    """``products``: as of `products_of`."""
+    family = UNIT_ROWS_INT8 if products == INT8 else UNIT_ROWS
     return Kernel(family, inputs.dtype, inputs.head_dim, paged=inputs.paged, clusters=clusters)
 
 
@@ -122,10 +122,10 @@ def unit_row_tiles(units: int, clusters: int) -> int:
     return unit_rows_runs(units) * SUPER_UNITS * clusters // TILE_ROWS
 
 
-def key_tile_bytes(head_dim: int, number: str) -> int:
+def key_tile_bytes(head_dim: int, products: str) -> int:
     """Of a tile of keys: integers (IntegerTile::kBytes), or of floats two of every four elements, and four bits for
     each four of them (KeyTile::kBytes)."""
-    return TILE_ROWS * head_dim if number == INT8 else TILE_ROWS * head_dim // 2 + TILE_ROWS * head_dim // 8
+    return TILE_ROWS * head_dim if products == INT8 else TILE_ROWS * head_dim // 2 + TILE_ROWS * head_dim // 8
 
 
 def query_norms(inputs: Inputs) -> Kernel:
@@ -134,13 +134,13 @@ def query_norms(inputs: Inputs) -> Kernel:
     return Kernel(QUERY_NORMS, inputs.dtype, inputs.head_dim, shared_bytes=shared, own_threads=threads)
 
 
-def query_weights(inputs: Inputs, clusters: int, number: str) -> Kernel:
+def query_weights(inputs: Inputs, clusters: int, products: str) -> Kernel:
     head_dim = inputs.head_dim
-    if number == INT8:
+    if products == INT8:
         shared = MOST_QUERIES * (head_dim + 8) + 4 * 3 * 4  # sizeof(IntegerWeightTraits::Shared)
         return Kernel(QUERY_WEIGHTS_INT8, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
-    if number == E4M3:
-        stage = key_tile_bytes(head_dim, number) + TILE_ROWS * 2 + 2 * 8
+    if products == E4M3:
+        stage = key_tile_bytes(head_dim, products) + TILE_ROWS * 2 + 2 * 8
         # sizeof(QueryWeightTraits::Shared)
         shared = -(-(2 * MOST_QUERIES * (head_dim + 1) + _QUERY_STAGES * stage) // 1024) * 1024
         return Kernel(QUERY_WEIGHTS_SM90, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
@@ -173,7 +173,7 @@ class QueryOrder(Order):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self.products = products(setting.inputs, setting.path, setting.config.segment, setting.limits)
+        self.products = products_of(setting.inputs, setting.path, setting.config.segment, setting.limits)
         self.in_bytes = self.products != WIDE
         # Whether rows of 8 bits are made of keys themselves: nobody looks for groups then.
         self.of_keys = self.in_bytes and setting.geometry.unit == setting.config.groups
@@ -204,11 +204,11 @@ class QueryOrder(Order):
         yield query_norms(arrays)
         for clusters in CLUSTERS:
             yield unit_clusters(inputs, clusters)
-            for number in {products(inputs, path, MOST_QUERIES): None, WIDE: None}:
-                yield unit_rows(arrays, clusters, number)
-                if inputs.paged:
-                    yield unit_rows(inputs, clusters, number)
-                yield query_weights(arrays, clusters, number)
+            for products in dict.fromkeys((products_of(inputs, path, MOST_QUERIES), WIDE)):
+                yield unit_rows(arrays, clusters, products)
+                if inputs.paged and products != WIDE:  # else of groups, whose keys lie side by side
+                    yield unit_rows(inputs, clusters, products)
+                yield query_weights(arrays, clusters, products)
 
     @property
     def head_blocks(self) -> int:
