@@ -95,8 +95,8 @@ def test_rows_of_8_bits_are_read_where_a_gpu_puts_them(rng, head_dim, width, clu
 
 @pytest.mark.parametrize(("width", "first"), [(64, [0, 30, 40, 54]), (128, [0, 62, 80, 110])])
 def test_fours_are_from_all_over_a_row(width, first):
-    """Each element is in one of them. A rotary embedding turns elements i and i + width / 2 by one frequency, or 2 i and
-    2 i + 1, and the next ones by nearly the same: none of these are together."""
+    """Each element is in one of them. A rotary embedding turns elements i and i + width / 2 by one frequency, or 2 i
+    and 2 i + 1, and the next ones by nearly the same: none of these are together."""
     columns = spread(width)
     assert sorted(columns) == list(range(width))
     fours = columns.reshape(-1, 4)

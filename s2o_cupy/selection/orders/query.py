@@ -1,8 +1,8 @@
 """rank="query": units of keys by the largest softmax weight that any single query gives a group of their keys.
 
 unit_clusters parts the keys of each unit into groups, unit_rows has their means in 8 bits, and query_norms finds each
-query's softmax mass from what pass 1 has left and the means of blocks of units. `products_of` says in which numbers a call
-multiplies.
+query's softmax mass from what pass 1 has left and the means of blocks of units. `products_of` says in which numbers a
+call multiplies.
 
 Pure: no array, no GPU, no CuPy.
 """
