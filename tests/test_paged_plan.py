@@ -65,6 +65,16 @@ def test_what_the_kernels_get(path, rank):
     assert {step.kernel.paged for step in steps} == {True, False}
 
 
+def test_groups_of_keys_lie_side_by_side_wherever_keys_lie():
+    """unit_rows reads pages where it makes floats or integers of keys themselves; with 16 bits none does."""
+    of_pages = {capability: {(k.function, k.head_dim) for k in kernels_for(capability) if k.paged}
+                for capability in (80, 90)}  # fmt: skip
+    rows = {x: {dim for name, dim in of_pages[x] if name == "unit_rows"} for x in of_pages}
+    integers = {x: {dim for name, dim in of_pages[x] if name == "unit_rows_int8"} for x in of_pages}
+    assert rows == {80: set(), 90: {64, 128}}
+    assert integers[80] == integers[90] == {64, 128, 256}
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("compute_capability", [80, 86, 90, 100, 120])
 @pytest.mark.parametrize("path", ["auto", "portable"])
