@@ -1,5 +1,5 @@
-"""What of the library a result was measured with: digests of each folder of kernels and of the constants that kernels
-and defaults are made of, and one of the Python that the measuring process had loaded.
+"""What of the library a result was measured with: digests of each folder of kernels, of some kernels by themselves and
+of the constants that kernels and defaults are made of, and one of the Python that the measuring process had loaded.
 
 Comments, docstrings, blank lines and functions that only say something are left out, so that words may change. Needs
 nothing but Python.
@@ -21,7 +21,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SHOWN = 12  # digits of a digest
 NSA = {"nsa"}  # folders of kernels that only NSA's results depend on, and those that they do not
-NOT_OF_NSA = {"methods", "last_queries", "selection", "tail"}
+NOT_OF_NSA = {"methods", "last_queries", "selection", "tail", "integers"}
+# Kernels by themselves: Hopper launches this one for head_dim above 128 alone.
+OF_THEIR_OWN = {"selection/query_weights_int8.cu": "integers"}
 NOT_TIMED = "tools/"  # of s2o_cupy: what prints, draws and searches around the calls
 # Functions anywhere else that print, or answer a name that there is not.
 SAYS = {"__repr__", "__getattr__", "_where", "modules_with", "_public_names"}
@@ -30,8 +32,8 @@ _loaded_elsewhere: set[str] = set()
 
 
 def digests(root: Path = ROOT, files: Iterable[str] | None = None) -> dict[str, Any]:
-    """``kernels``: by folder of raw_kernels, and of the constants in spec/; ``python``: files of s2o_cupy, by default
-    those that are loaded, with one digest of all of them."""
+    """``kernels``: by folder of raw_kernels or of their own, and of the constants in spec/; ``python``: files of
+    s2o_cupy, by default those that are loaded, with one digest of all of them."""
     names = sorted({*loaded(root), *_loaded_elsewhere} if files is None else files)
     return {"kernels": kernels(root), "python": {"digest": python(names, root), "files": names}}
 
@@ -41,7 +43,8 @@ def kernels(root: Path = ROOT) -> dict[str, str]:
     found: dict[str, list[Path]] = {}
     folder = root / "raw_kernels"
     for file in sorted(file for end in ("cu", "cuh") for file in folder.rglob(f"*.{end}")):
-        found.setdefault(file.relative_to(folder).parts[0] if file.parent != folder else ".", []).append(file)
+        name = file.relative_to(folder).as_posix()
+        found.setdefault(OF_THEIR_OWN.get(name, name.split("/")[0] if "/" in name else "."), []).append(file)
     spec = (root / "s2o_cupy" / "spec" / "constants.py").read_text(encoding="utf-8")
     constants = re.findall(r"^[A-Z][A-Z0-9_, ]*(?:: [^=]+)?= [^#\n]*", spec, re.MULTILINE)
     by_folder = {
@@ -75,7 +78,10 @@ def since(result: Mapping[str, Any], root: Path = ROOT) -> str:
     if not result.get("kernels"):
         return "its kernels were not recorded"
     now = kernels(root)
-    others = NOT_OF_NSA if "benchmarks/nsa.py" in result.get("command", "") else NSA
+    if "benchmarks/nsa.py" in result.get("command", ""):
+        others = NOT_OF_NSA
+    else:
+        others = NSA if _multiplies_integers(result) else NSA | {"integers"}
     names = {*result["kernels"], *now} - others
     if any(result["kernels"].get(name) != now.get(name) for name in names):
         return "kernels have changed since"
@@ -83,6 +89,16 @@ def since(result: Mapping[str, Any], root: Path = ROOT) -> str:
     if not known:
         return "its Python was not recorded"
     return "" if known["digest"] == python(known["files"], root) else "the Python around its kernels has changed since"
+
+
+def _multiplies_integers(result: Mapping[str, Any]) -> bool:
+    """Whether rank="query" may have: not on Hopper up to head_dim 128, unless by the portable path."""
+    orders = re.search(r"--orders (\S+)", result.get("command", ""))
+    if orders and "query" not in orders[1]:
+        return False
+    command, on_hopper = result.get("command", ""), re.search(r"\bG?H[12]00\b", result.get("device", ""))
+    dims = ",".join(re.findall(r"--head-dims? ([\d,]+)", command)).split(",")
+    return not on_hopper or "--path portable" in command or any(int(x) > 128 for x in dims if x)
 
 
 def _digest(texts: Iterable[tuple[str, str]]) -> str:

@@ -170,9 +170,8 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
     (
         "query_weights_int8", INTEGERS,
         (
-            ("half of the queries do not count", "key scores", "eight < eights;", "eight < eights / 2;"),
-            ("the last queries do not count", "key scores", "query_count(segment) + 7) / 8",
-             "query_count(segment)) / 8"),
+            ("half of the queries do not count", "key scores", "eight < Traits::kQueries / 8;",
+             "eight < Traits::kQueries / 16;"),
             ("a share is left out", "key scores", "share - smallest)", "-smallest)"),
             ("the smallest norm is left out", "key scores", "share - smallest)", "share)"),
             ("every query has the smallest norm", "key scores", "= norm - least;", "= 0.f;"),

@@ -11,10 +11,10 @@ PYTHON = ["call.py", "plan/rounds.py"]
 
 @pytest.fixture
 def checkout(tmp_path):
-    """Of three kernels and some modules."""
+    """Of four kernels and some modules."""
     files = {
         "raw_kernels/own.cu": "int a;", "raw_kernels/nsa/one.cu": "int b;",
-        "raw_kernels/sm90/two.cuh": "int c; // why\n",
+        "raw_kernels/sm90/two.cuh": "int c; // why\n", "raw_kernels/selection/query_weights_int8.cu": "int d;",
         "s2o_cupy/call.py": '"""Calls."""\n\n\ndef call():\n    """Call."""\n    return 1\n',
         "s2o_cupy/plan/rounds.py": "y = 1\n", "s2o_cupy/other.py": "z = 1\n",
         "s2o_cupy/spec/constants.py": "A: int = 1  # one\n",
@@ -37,6 +37,7 @@ def nothing_kept():
         ("raw_kernels/sm90/two.cuh", "\nint c;  /* for\nanother reason */\n", ""),
         ("raw_kernels/sm90/two.cuh", "int d;", "sm90"),
         ("raw_kernels/own.cu", "int c;", "."),
+        ("raw_kernels/selection/query_weights_int8.cu", "int e;", "integers"),
         ("raw_kernels/nsa/two.cu", "", "nsa"),
         ("s2o_cupy/call.py", '"""Of\ncalls."""\n# one\n\n\ndef call():\n    """A\n    call."""\n    return 1\n', ""),
         ("s2o_cupy/call.py", '"""Calls."""\n\n\ndef call():\n    """Call."""\n    return 2\n', "python"),
@@ -54,7 +55,8 @@ def test_what_changes_a_digest(checkout, file, text, changed):
     """Code of a folder of kernels, and of the Python that was loaded; not comments, docstrings, blank lines and
     functions that only say something."""
     before = digest.digests(checkout, PYTHON)
-    assert set(before["kernels"]) == {".", "nsa", "sm90", "constants"} and before["python"]["files"] == PYTHON
+    assert set(before["kernels"]) == {".", "nsa", "sm90", "integers", "constants"}
+    assert before["python"]["files"] == PYTHON
     if text is None:
         (checkout / file).unlink()
     else:
@@ -64,6 +66,29 @@ def test_what_changes_a_digest(checkout, file, text, changed):
     after = digest.digests(checkout, PYTHON)
     names = {name for name in before["kernels"] if before["kernels"][name] != after["kernels"][name]}
     assert names | ({"python"} if before["python"] != after["python"] else set()) == {*changed.split()}
+
+
+@pytest.mark.parametrize(
+    ("command", "device", "depends"),
+    [
+        ("python benchmarks/speed.py --orders query", "NVIDIA H200", False),
+        ("python benchmarks/speed.py --orders query", "NVIDIA H100 80GB HBM3", False),
+        ("python benchmarks/speed.py --orders query", "NVIDIA A100-SXM4-80GB", True),
+        ("python benchmarks/speed.py --orders query --path portable", "NVIDIA H200", True),
+        ("python benchmarks/speed.py --head-dims 64,256", "NVIDIA H200", True),
+        ("python benchmarks/speed.py --head-dim 192", "NVIDIA H200", True),
+        ("python benchmarks/speed.py --head-dim 192 --orders mean,weight", "NVIDIA H200", False),
+        ("python benchmarks/speed.py --path portable --orders mean,query:8", "NVIDIA H200", True),
+        ("python benchmarks/speed.py --head-dims 64,128 --lengths 131072", "NVIDIA H200", False),
+        ("python benchmarks/nsa.py", "NVIDIA H200", False),
+    ],
+)
+def test_products_of_integers_count_where_they_are_launched(checkout, command, device, depends):
+    result = digest.digests(checkout, PYTHON) | {"command": command, "device": device}
+    assert digest.since(result, checkout) == ""
+    (checkout / "raw_kernels/selection/query_weights_int8.cu").write_text("int e;")
+    digest.kernels.cache_clear()
+    assert digest.since(result, checkout) == ("kernels have changed since" if depends else "")
 
 
 def test_the_python_that_was_loaded():

@@ -63,13 +63,12 @@ struct IntegerWeights {
   typename Traits::Shared& shared;
   SegmentBlock<1, kHeadDim> block;
   int lane, warp, segment;
-  int eights;      // of the segment's queries
   float step;      // what a step of a query's elements is, times the scale
   float smallest;  // norm of the segment's queries; NaN where one is not finite
 
   __device__ __forceinline__ IntegerWeights(const RankKeysParams& p_, typename Traits::Shared& shared_)
       : p(p_), shared(shared_), block(p_), lane(threadIdx.x % 32), warp(__shfl_sync(kFullWarp, threadIdx.x / 32, 0)),
-        segment(block.segment(0)), eights((p_.geometry.query_count(segment) + 7) / 8) {}
+        segment(block.segment(0)) {}
 
   // Takes the segment's queries to 8 bits. Past its last one the first stands in, which changes no maximum.
   __device__ __forceinline__ void load_queries() {
@@ -139,7 +138,7 @@ struct IntegerWeights {
 #pragma unroll
       for (int c = 0; c < kParts; ++c) rows[i][c] = *reinterpret_cast<const uint4*>(tile + Tile::of(kFirst + i, c, lane));
 #pragma unroll 2
-    for (int eight = 0; eight < eights; ++eight) {
+    for (int eight = 0; eight < Traits::kQueries / 8; ++eight) {
       uint32 x[kParts][2];  // of eight queries
 #pragma unroll
       for (int c = 0; c < kParts; c += 2) {
