@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHOWN = 12  # digits of a digest
 NSA = {"nsa"}  # folders of kernels that only NSA's results depend on, and those that they do not
 NOT_OF_NSA = {"methods", "last_queries", "selection", "tail", "integers"}
-# Kernels by themselves: Hopper launches this one for head_dim above 128 alone.
+# Of these a figure depends by itself: Hopper launches this one for head_dim above 128 alone.
 OF_THEIR_OWN = {"selection/query_weights_int8.cu": "integers"}
 NOT_TIMED = "tools/"  # of s2o_cupy: what prints, draws and searches around the calls
 # Functions anywhere else that print, or answer a name that there is not.
@@ -93,12 +93,13 @@ def since(result: Mapping[str, Any], root: Path = ROOT) -> str:
 
 def _multiplies_integers(result: Mapping[str, Any]) -> bool:
     """Whether rank="query" may have: not on Hopper up to head_dim 128, unless by the portable path."""
-    orders = re.search(r"--orders (\S+)", result.get("command", ""))
+    command, device = result.get("command", ""), result.get("device", "")
+    orders = re.search(r"--orders (\S+)", command)
     if orders and "query" not in orders[1]:
         return False
-    command, on_hopper = result.get("command", ""), re.search(r"\bG?H[12]00\b", result.get("device", ""))
-    dims = ",".join(re.findall(r"--head-dims? ([\d,]+)", command)).split(",")
-    return not on_hopper or "--path portable" in command or any(int(x) > 128 for x in dims if x)
+    dims = [int(x) for of in re.findall(r"--head-dims? ([\d,]+)", command) for x in of.split(",")]
+    on_hopper = re.search(r"\bG?H[12]00\b", device)
+    return not on_hopper or "--path portable" in command or max(dims, default=0) > 128
 
 
 def _digest(texts: Iterable[tuple[str, str]]) -> str:

@@ -49,9 +49,9 @@ struct ThreadUnits {
   }
 };
 
-// In which order rows of floats, of queries as of keys, have their elements. Neighbours have nearly the same frequency of a
+// Rows of floats, of queries as of keys, have their elements in this order. Neighbours have nearly the same frequency of a
 // rotary embedding and are large or small together, so that of four of them two large ones might be left out and two small
-// ones kept. A four is of elements from all over the row instead: columns 8 lane .. are the first elements of the lane's four
+// ones kept. A four has elements from all over the row instead: columns 8 lane .. are the first elements of the lane's four
 // pairs of neighbours, the next four columns their second ones.
 template <int kHeadDim>
 struct Spread {
