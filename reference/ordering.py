@@ -15,7 +15,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..spec import BLOCK_UNITS, LOG2E, MAX_SEGMENT, OUTLIER_SHIFT, Geometry, S2OConfig
+from ..spec import (
+    BLOCK_UNITS,
+    LN2,
+    LOG2E,
+    MAX_SEGMENT,
+    NORMAL_KEYS,
+    OUTLIER_SHIFT,
+    SAMPLED_KEYS,
+    SAMPLED_OF_BLOCK,
+    Geometry,
+    S2OConfig,
+)
 from .dense import Array, quiet
 from .key_order import log_weights, order_keys
 
@@ -240,17 +251,47 @@ def block_keys(means: Array) -> Array:
     return means[:, :, :whole].reshape(batch, kv_heads, -1, BLOCK_UNITS, head_dim).mean(axis=3)
 
 
+def deviations(k: Array, blocks: Array, geometry: Geometry) -> Array:
+    """SAMPLED_OF_BLOCK keys of each of :func:`block_keys`' blocks, evenly apart, less the block's mean key: [B, Hkv,
+    SAMPLED_OF_BLOCK * blocks, D]."""
+    apart = BLOCK_UNITS // SAMPLED_OF_BLOCK  # units; the first key of the one in the middle
+    units = np.arange(blocks.shape[2] * SAMPLED_OF_BLOCK) * apart + apart // 2
+    return k[:, :, units * geometry.unit] - blocks.repeat(SAMPLED_OF_BLOCK, axis=2)
+
+
+def sampled(n: int, geometry: Geometry) -> Array:
+    """Which of :func:`deviations` tell how scores of segment ``n`` vary: at most SAMPLED_KEYS, evenly apart, of the
+    blocks before it; without causality of all."""
+    blocks = len(whole_blocks(n, geometry)[0]) if geometry.is_causal else geometry.units // BLOCK_UNITS
+    count = min(SAMPLED_KEYS, SAMPLED_OF_BLOCK * blocks)
+    return np.arange(count) * (SAMPLED_OF_BLOCK * blocks) // max(count, 1)
+
+
+def excess(scores: Array) -> Array:
+    """log2 of how many times the mass of their mean keys blocks are taken for, of ``scores`` [..., samples] in log2
+    units: half of what normal scores of their variance would add, which is at most what the largest of NORMAL_KEYS
+    gives. In full it would overstate queries that look at few keys."""
+    if scores.shape[-1] == 0:
+        return np.zeros((*scores.shape[:-1], 1), scores.dtype)
+    deviation = np.sqrt(np.square(scores).mean(axis=-1, keepdims=True))
+    most = math.sqrt(2 * math.log(NORMAL_KEYS))  # of the largest, in standard deviations
+    beyond = deviation * most - math.log2(NORMAL_KEYS)
+    return np.where(deviation * LN2 < most, deviation**2 * (LN2 / 2), beyond) / 2
+
+
 @quiet
 def query_norms(
-    q: Array, means: Array, blocks: Array, own: Array, geometry: Geometry, scale: float, centre: Array | None = None
-) -> Array:
+    q: Array, means: Array, blocks: Array, varied: Array, own: Array, geometry: Geometry, scale: float,
+    centre: Array | None = None,
+) -> Array:  # fmt: skip
     """log2 of each query's softmax mass, in units of one unit of keys.
 
-    ``means`` [B, Hkv, U, D] are :func:`unit_clusters`', ``blocks`` :func:`block_keys` of them, and ``own`` [B, H, Lq]
-    the natural log of what pass 1 has found (its lse). Beside it count the segment's candidates: each whole block of
-    BLOCK_UNITS units as many times as it has units by its mean key, and units in no such block by their own. Means hide
-    a key that a query looks for, so that its norm comes out too small and that key's weight too large: it comes first.
-    A norm that is not finite is 0. ``centre`` [B, Hkv, D]: that of keys less it.
+    ``means`` [B, Hkv, U, D] are :func:`unit_clusters`', ``blocks`` :func:`block_keys` of them, ``varied``
+    :func:`deviations` from these, and ``own`` [B, H, Lq] the natural log of what pass 1 has found (its lse). Beside it
+    count the segment's candidates: each whole block of BLOCK_UNITS units as many times as it has units by its mean key,
+    and units in no such block by their own, all with the query's :func:`excess`. Means hide a key that a query looks
+    for, so that its norm comes out too small and that key's weight too large: it comes first. A norm that is not finite
+    is 0. ``centre`` [B, Hkv, D]: that of keys less it.
 
     Returns [B, H, Lq]; of segments without a candidate 0.
     """
@@ -262,9 +303,10 @@ def query_norms(
         if len(which) + len(units) == 0:
             continue
         rows = q[:, :, first:end].reshape(batch, kv_heads, heads // kv_heads, end - first, head_dim)
-        keys = [blocks[:, :, which], means[:, :, units]]
-        parts = [rows @ x[:, :, None].swapaxes(-1, -2) * (scale * LOG2E) for x in keys]
+        keys = [blocks[:, :, which], means[:, :, units], varied[:, :, sampled(n, geometry)]]
+        *parts, scores = (rows @ x[:, :, None].swapaxes(-1, -2) * (scale * LOG2E) for x in keys)
         parts[0] = parts[0] + math.log2(BLOCK_UNITS)
+        parts = [x + excess(scores) for x in parts]
         found = own[:, :, first:end].reshape(rows.shape[:-1])[..., None] * LOG2E - math.log2(geometry.unit)
         x = np.concatenate([*parts, found], axis=-1)  # [B, Hkv, G, rows, blocks + units + 1]
         top = x.max(axis=-1, keepdims=True, initial=-np.inf)
@@ -321,7 +363,8 @@ def key_order(
         if own is None:
             raise ValueError("key_order: own is None; accepted with rank='query': the lse of pass 1, [B, H, Lq]")
         of_units = unit_clusters(k, geometry, config.groups)
-        norms = query_norms(q, of_units.means, block_keys(of_units.means), own, geometry, scale)
+        blocks = block_keys(of_units.means)
+        norms = query_norms(q, of_units.means, blocks, deviations(k, blocks, geometry), own, geometry, scale)
     else:
         pooled, counts = pooled_queries(q, geometry, config)
         keys = unit_keys(k, geometry) if config.rank == "weight" else k

@@ -30,6 +30,8 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
             ("a mean is half of it", "unit means", "from[e] += x[e] * factor;", "from[e] += x[e] * factor * 0.5f;"),
             ("units of a block stand the other way round", "unit means", "(begin >> g.unit_shift) + u;",
              "(begin >> g.unit_shift) + (units - 1 - u);"),
+            ("the last key of a unit is sampled", "sampled keys", "read(x, begin_row);\n      store(p.deviations",
+             "read(x, end_row - 1);\n      store(p.deviations"),
             ("every KV head has the first one's keys", "unit means", "(p.k, batch, kv_head % p.kv_heads)",
              "(p.k, batch, 0)"),
             ("the last key is in no group", "groups", "const int mine = each_key ?",
@@ -71,6 +73,9 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
              "p.leading : kBlockUnits - 1;"),
             ("two blocks are exchanged", "block means", "is_centre ? 0 : 1 + block", "is_centre ? 0 : 1 + (block ^ 1)"),
             ("the centre is a sum", "block means", "1.f / p.leading", "1.f"),
+            ("sampled keys keep their block's mean", "sampled keys", "Element::low(key) - low", "Element::low(key)"),
+            ("sampled keys are another block's", "sampled keys", "(units / kBlockUnits) + block;",
+             "(units / kBlockUnits) + (block ^ 1);"),
         ),
     ),
     (
@@ -115,8 +120,21 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
         ),
     ),
     (
+        "query_norms", replace(QUERY, seqlen_q=1500, options={"unit": 1, "tail": "none"}),
+        (("only the first blocks are sampled", "norms", "r * keys / spec::kSampledKeys : r", "r : r"),),
+    ),
+    (
+        "query_norms", replace(QUERY, scale=3.0),
+        (("what varies has no bound", "norms", "deviation * kLn2 < kMost ?", "true ?"),),
+    ),
+    (
         "query_norms", QUERY,
         (
+            ("single keys score as their mean does", "norms", "+ excess(variance / max(sampled_keys(), 1))", ""),
+            ("what varies counts in full", "norms", ".5f * (deviation", "(deviation"),
+            ("sampled keys are those of the first KV head", "norms", "kv_head) * of_head", "0) * of_head"),
+            ("lanes have their own sampled keys", "norms",
+             "variance += __shfl_xor_sync(kFullWarp, variance, 2);", ";"),
             ("what pass 1 has found counts for nothing", "norms", "sum += own_l * exp2_approx(of_own - base);", ";"),
             ("it counts in keys, not in units", "norms", "own_m - p.geometry.unit_shift", "own_m"),
             ("a block counts once", "norms", "add_step(rows, kBlockShift", "add_step(rows, 0.f"),

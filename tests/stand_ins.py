@@ -82,8 +82,9 @@ def query_stages(q, k, own, geometry, config: S2OConfig, scale: float, products:
     centre = found.means[:, :, : geometry.leading_units].mean(axis=2, keepdims=True)
     blocks = ordering.block_keys(found.means)
     less = None if products == WIDE else centre[:, :, 0]
-    norms = ordering.query_norms(q, found.means, blocks, own, geometry, scale, less)
-    stages = QueryStages(found.keys, shares, found.means, np.concatenate([centre, blocks], axis=2), norms)
+    varied = ordering.deviations(k, blocks, geometry)
+    norms = ordering.query_norms(q, found.means, blocks, varied, own, geometry, scale, less)
+    stages = QueryStages(found.keys, shares, found.means, np.concatenate([centre, blocks], axis=2), varied, norms)
     if products == INT8:
         return with_integers(stages)
     return with_floats(stages, q, geometry, scale) if products == E4M3 else stages
@@ -157,8 +158,8 @@ def make(
 ):  # fmt: skip
     rng = np.random.default_rng(7)
     q = rng.standard_normal((2, 4, 200, 24)).astype(dtype)
-    k, v = (rng.standard_normal((2, 2, 230, 24)).astype(dtype) for _ in range(2))
-    problem = Problem(2, 4, 2, 200, 230, 24, q.dtype.name, is_causal, scale, softcap)
+    k, v = (rng.standard_normal((2, 2, 270, 24)).astype(dtype) for _ in range(2))
+    problem = Problem(2, 4, 2, 200, 270, 24, q.dtype.name, is_causal, scale, softcap)
     return stand_in(q, k, v, problem, config, products), (q, k, v, problem, config)
 
 

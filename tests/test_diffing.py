@@ -22,8 +22,8 @@ from s2o_cupy.tools.diff_report import Row, Rows
 from s2o_cupy.tools.diffing import compare, diff
 
 STAGES = (
-    "pooled_queries", "query order", "unit means", "groups", "shares", "block means", "8-bit exponents", "8-bit steps",
-    "8-bit rows", "norms", "8-bit scales", "outliers", "key scores", "key order",
+    "pooled_queries", "query order", "unit means", "groups", "shares", "block means", "sampled keys",
+    "8-bit exponents", "8-bit steps", "8-bit rows", "norms", "8-bit scales", "outliers", "key scores", "key order",
     "pass 1 state", "pass 1 output", "stop", "output", "lse",
 )  # fmt: skip
 
@@ -32,7 +32,8 @@ def is_of(stage: str, rank: str) -> bool:
     """Whether a report on the portable path has it."""
     ranks = {
         "pooled_queries": ("weight", "max", "mean"), "unit means": ("weight", "query"), "outliers": ("weight",),
-        "groups": ("query",), "shares": ("query",), "block means": ("query",), "norms": ("query",),
+        "groups": ("query",), "shares": ("query",), "block means": ("query",),
+        "sampled keys": ("query",), "norms": ("query",),
         "8-bit exponents": (), "8-bit steps": (), "8-bit rows": (), "8-bit scales": (),
     }  # fmt: skip
     return rank in ranks.get(stage, (rank,))
@@ -90,7 +91,7 @@ def test_cases_for_a_gpu_agree(name: str) -> None:
 
 def test_nothing_is_compared_where_nothing_is_ordered() -> None:
     """One segment and its window are all keys."""
-    stages, problem = make(replace(CONFIGS["paper"], segment=256, window=30))
+    stages, problem = make(replace(CONFIGS["paper"], segment=256, window=70))
     report = compare(stages, *problem)
     assert report.ok and "nothing to compare" in report.table()
     rows = [row for row in report.rows if row.stage in ("key scores", "key order")]
@@ -163,6 +164,7 @@ FAULTS = {
     "groups": lambda s: larger(s.query.keys, (1, 1, 20, 0, 2)),
     "shares": lambda s: s.query.shares.__setitem__((1, 1, 20, 0), s.query.shares[1, 1, 20, 0] + 1),
     "block means": lambda s: larger(s.query.blocks, (1, 1, 0, 2)),
+    "sampled keys": lambda s: larger(s.query.deviations, (1, 1, 3, 2)),
     "8-bit exponents": lambda s: s.query.exponents.__setitem__((1, 1), s.query.exponents[1, 1] + 1),
     "8-bit steps": lambda s: larger(s.query.steps, (1, 1, 20)),
     "8-bit rows": lambda s: larger(s.query.rows, (1, 1, 20, 0, 2)),
@@ -179,8 +181,8 @@ FAULTS = {
 }
 
 
-OF_QUERIES = ("unit means", "groups", "shares", "block means", "8-bit exponents", "8-bit steps", "8-bit rows",
-              "norms", "8-bit scales", "key scores")  # fmt: skip
+OF_QUERIES = ("unit means", "groups", "shares", "block means", "sampled keys", "8-bit exponents", "8-bit steps",
+              "8-bit rows", "norms", "8-bit scales", "key scores")  # fmt: skip
 OF_UNITS = ("unit means", "outliers")
 
 
@@ -251,7 +253,7 @@ def test_units_that_rounding_divides_are_left_out(keys: list[tuple[float, float]
     report = compare(stand_in(q, k, v, problem, config), q, k, v, problem, config)
     assert report.ok, report.table()
     (row,) = (row for row in report.rows if row.stage == "groups")
-    units = 2 * 2 * (230 // 4) - left_out
+    units = 2 * 2 * (270 // 4) - left_out
     assert row.note == f"{left_out} units have keys as far as others, to rounding"
     assert row.compared == units * 2 * 24  # groups, elements
 

@@ -82,6 +82,7 @@ def test_rows_of_8_bits_are_read_where_a_gpu_puts_them(rng, head_dim, width, clu
 
     host = {
         "block_keys": rng.standard_normal((2, 1 + units // BLOCK_UNITS, width)).astype(np.float16).view(np.uint16),
+        "deviations": np.zeros((2, 4 * (units // BLOCK_UNITS), width), np.uint16),
         "unit_rows": tiles,
         "key_exponents": np.array([3, -4], np.int32),
     }
@@ -140,6 +141,7 @@ def test_rows_of_integers_are_read_where_a_gpu_puts_them(rng, head_dim, width, c
 
     host = {
         "block_keys": np.zeros((2, 1 + units // BLOCK_UNITS, width), np.uint16),
+        "deviations": np.zeros((2, 4 * (units // BLOCK_UNITS), width), np.uint16),
         "unit_rows": tiles, "row_shares": shares, "unit_scales": rng.random((2, 256)).astype(np.float32),
     }  # fmt: skip
     stages = capture(None, "unit_rows", host.__getitem__, host, np.float16, problem, config)

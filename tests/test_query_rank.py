@@ -54,7 +54,7 @@ def test_no_more_groups_than_keys(rng, unit):
     own = own_mass(q, k, geometry, 0.5)
     orders = s2o.key_order(q, k, geometry, config, 0.5, own)
     found = ordering.unit_clusters(k, geometry, 8)
-    norms = ordering.query_norms(q, found.means, ordering.block_keys(found.means), own, geometry, 0.5)
+    norms = ordering.query_norms(q, *key_means(k, geometry), own, geometry, 0.5)
     for n in range(3):
         with np.errstate(divide="ignore"):
             scores = ordering.query_weights(q, norms, found.keys, found.shares, n, geometry, 0.5)
@@ -70,6 +70,13 @@ def test_a_key_unlike_its_neighbours_is_a_group(rng):
     assert any(np.array_equal(mean, k[0, 0, 21]) for mean in found.keys[0, 0, 1][alone])
 
 
+def key_means(k, geometry):
+    """Of units and of blocks, and keys less those."""
+    means = ordering.unit_clusters(k, geometry, 2).means
+    blocks = ordering.block_keys(means)
+    return means, blocks, ordering.deviations(k, blocks, geometry)
+
+
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("offset", [0, 7])
 def test_a_norm_is_the_log_of_a_query_s_mass(rng, is_causal, offset):
@@ -77,9 +84,8 @@ def test_a_norm_is_the_log_of_a_query_s_mass(rng, is_causal, offset):
     length, unit = 64 * 6, 2
     q, k = rng.standard_normal((1, 2, length, 8)), rng.standard_normal((1, 1, length + offset, 8))
     geometry, scale = Geometry(length, length + offset, 64, is_causal=is_causal, unit=unit), 0.4
-    means = ordering.unit_clusters(k, geometry, 2).means
     own = own_mass(q, k, geometry, scale)
-    found = ordering.query_norms(q, means, ordering.block_keys(means), own, geometry, scale)
+    found = ordering.query_norms(q, *key_means(k, geometry), own, geometry, scale)
     weight = lambda row, key: math.exp(scale * float(row @ key))  # noqa: E731
     for n, i in ((1, 64), (3, 200), (5, 383)):
         begin, behind = geometry.dense_keys(n)
@@ -88,9 +94,13 @@ def test_a_norm_is_the_log_of_a_query_s_mass(rng, is_causal, offset):
                   if set(range(b * BLOCK_UNITS, (b + 1) * BLOCK_UNITS)) <= {*units}]  # fmt: skip
         single = [u for u in units if u // BLOCK_UNITS not in blocks]
         block = lambda b: k[0, 0, b * BLOCK_UNITS * unit : (b + 1) * BLOCK_UNITS * unit].mean(axis=0)  # noqa: E731
+        last = len(blocks) if is_causal else geometry.units // BLOCK_UNITS
+        keys = [(b * BLOCK_UNITS + u) * unit for b in range(last) for u in (8, 24, 40, 56)]
+        scores = [scale * q[0, 1, i] @ (k[0, 0, key] - block(key // unit // BLOCK_UNITS)) for key in keys]
+        more = math.exp(np.mean(np.square(scores)) / 4) if last else 1  # half of what normal scores would add
         mass = sum(BLOCK_UNITS * weight(q[0, 1, i], block(b)) for b in blocks)
         mass += sum(weight(q[0, 1, i], k[0, 0, u * unit : (u + 1) * unit].mean(axis=0)) for u in single)
-        mass += math.exp(own[0, 1, i]) / unit
+        mass = mass * more + math.exp(own[0, 1, i]) / unit
         assert found[0, 1, i] == pytest.approx(math.log2(mass))
     without = is_causal and offset == 0  # a candidate is the first segment then
     assert (found[:, :, :64] == 0).all() == without
@@ -101,20 +111,57 @@ def test_a_norm_of_keys_less_a_centre(rng):
     length, scale = 64 * 4, 0.4
     q, k = rng.standard_normal((2, 4, length, 8)), rng.standard_normal((2, 2, length, 8))
     geometry, centre = Geometry(length, length, 64, unit=2), rng.standard_normal((2, 2, 8))
-    means = ordering.unit_clusters(k, geometry, 2).means
-    arguments = q, means, ordering.block_keys(means), own_mass(q, k, geometry, scale), geometry, scale
+    arguments = q, *key_means(k, geometry), own_mass(q, k, geometry, scale), geometry, scale
     by_centre = scale * np.einsum("bhld,bhd->bhl", q, centre.repeat(2, axis=1)) / math.log(2)
     found, whole = ordering.query_norms(*arguments, centre), ordering.query_norms(*arguments)
     np.testing.assert_allclose(found[:, :, 64:], (whole - by_centre)[:, :, 64:], rtol=1e-9, atol=1e-9)
     assert (found[:, :, :64] == 0).all()
 
 
+def test_norms_are_nearer_to_the_mass_by_what_scores_vary(rng):
+    """Of queries of all lengths that look at normal keys. Half of what varies is less than the whole."""
+    q, k = rng.standard_normal((1, 1, 2048, 16)), rng.standard_normal((1, 1, 2048, 16))
+    q *= np.tile(np.linspace(0, 1, 128), 16)[:, None]
+    geometry, n = Geometry(2048, 2048, 128, unit=8), 15
+    means, blocks, varied = key_means(k, geometry)
+    own, rows = own_mass(q, k, geometry, 0.5), slice(*geometry.queries(n))
+    exact = np.log2(np.exp(0.5 * q[0, 0, rows] @ k[0, 0, : 128 * n].T).sum(axis=1) + np.exp(own[0, 0, rows])) - 3
+    found, without = (
+        ordering.query_norms(q, means, blocks, x, own, geometry, 0.5)[0, 0, rows] for x in (varied, 0 * varied)
+    )
+    assert (without <= found).all()
+    assert np.std(found - exact) < 0.6 * np.std(without - exact)
+    assert (found < exact + 0.05).all()
+
+
+def test_what_scores_vary_by_is_bounded():
+    """By the largest of as many normal scores: up to it half of the variance counts by a half."""
+    deviations = np.array([0.0, 0.5, 2.0, 3.5322, 3.5323, 8.0, 1e4])
+    scores = np.stack([deviations, -deviations], axis=-1) / math.log(2)  # log2 units, mean 0
+    found = ordering.excess(scores)[:, 0] * math.log(2)
+    np.testing.assert_allclose(found[:4], deviations[:4] ** 2 / 4)
+    np.testing.assert_allclose(found[4:], (deviations[4:] * math.sqrt(2 * math.log(512)) - math.log(512)) / 2)
+    assert found[4] == pytest.approx(found[3], abs=1e-3)
+    assert (ordering.excess(np.empty((2, 3, 0))) == np.zeros((2, 3, 1))).all()
+
+
+@pytest.mark.parametrize(("length", "count"), [(63 * 8, 0), (64 * 8, 4), (64 * 8 * 3, 12), (64 * 8 * 40, 64)])
+def test_sampled_keys_are_of_the_prefix_alone(length, count):
+    """Evenly apart, of whole blocks before the segment."""
+    geometry = Geometry(length + 128, length + 128, 128, unit=8)
+    places = ordering.sampled(length // 128, geometry) if length % 128 == 0 else ordering.sampled(3, geometry)
+    assert len(places) == count
+    if count:
+        apart = np.diff(places)
+        assert places[0] == 0 and places[-1] < 4 * (length // 512) and apart.max() - apart.min() <= 1
+        assert np.array_equal(places, ordering.sampled(length // 128, Geometry(8 * length, 8 * length, 128, unit=8)))
+
+
 def test_a_norm_that_is_not_finite_is_0(rng):
     q, k = rng.standard_normal((2, 1, 1, 64, 4))
     q[0, 0, 40] = np.nan
     geometry = Geometry(64, 64, 32, unit=4)
-    means = ordering.unit_clusters(k, geometry, 2).means
-    norms = ordering.query_norms(q, means, ordering.block_keys(means), own_mass(q, k, geometry, 0.5), geometry, 0.5)
+    norms = ordering.query_norms(q, *key_means(k, geometry), own_mass(q, k, geometry, 0.5), geometry, 0.5)
     assert norms[0, 0, 40] == 0 and np.isfinite(norms).all()
 
 

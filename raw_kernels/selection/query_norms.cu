@@ -4,7 +4,9 @@
 //                              + sum over candidates in no whole block of exp2(x(unit's mean key))
 //                              + what pass 1 has found / keys of a unit )
 //
-//   x(key) = scale_log2 * query . key. Less x(centre) where unit_rows has keys less the centre. A norm that is not finite
+//   x(key) = scale_log2 * query . key. Blocks and units count exp2(excess) times as much, for single keys whose scores lie
+//   around those of the means: of a query whose scores of sampled keys, less their block's mean, are normal with variance v
+//   half of what these would add. Less x(centre) where unit_rows has keys less the centre. A norm that is not finite
 //   is 0. For e4m3 also, of each segment: how its queries are scaled.
 //
 // Means of blocks hide a key that a query looks for, so that such a query's norm comes out too small and what it looks
@@ -18,6 +20,7 @@ struct QueryNormsParams {
   Tensor<const uint16> q;    // [batch, heads, seqlen_q, head_dim]
   const uint16* block_keys;  // [batch * kv_heads, 1 + blocks, kHeadDim]
   const uint16* unit_means;  // [batch * kv_heads, units, kHeadDim]
+  const uint16* deviations;  // [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]: keys of blocks less their mean
   const float2* state;       // [batch * heads, seqlen_q] (m in log2 units, l) of pass 1
   const int* key_exponents;  // [batch * kv_heads]
   float* norms;              // [batch * heads, seqlen_q]
@@ -33,7 +36,16 @@ struct QueryNormsParams {
 };
 
 constexpr float kBlockShift = 6.f;  // log2 of kBlockUnits
-static_assert(kBlockUnits == 64, "and as many rows of a step");
+static_assert(kBlockUnits == 64 && spec::kSampledKeys == 64, "and as many rows of a step");
+
+// log2 of how many times as much blocks count as by their mean keys, of scores with such a variance around these, in log2
+// units squared: half of what normal scores would add, whose largest of kNormalKeys bounds it.
+__device__ __forceinline__ float excess(float variance) {
+  static_assert(spec::kNormalKeys == 512, "the largest and how many there are");
+  constexpr float kMost = 3.5322301f, kLog2 = 9.f, kLn2 = 0.69314718f;  // sqrt(2 ln 512), log2(512)
+  const float deviation = __fsqrt_rn(variance);
+  return .5f * (deviation * kLn2 < kMost ? .5f * kLn2 * variance : deviation * kMost - kLog2);
+}
 
 template <class Element_, int kHeadDim_>
 struct NormTraits {
@@ -76,6 +88,7 @@ struct QueryNorms {
   uint4 a[kOfWarp][kGroups][2];    // of queries lane / 4 and 8 more, dimensions 8 t .. 8 t + 7 of each 32, t = lane % 4
   float s[kOfWarp][kRowTiles][4];  // their products, [2 h + e] those with row_of(e) of each 8 of kPart rows
   float m[kOfWarp][2], l[kOfWarp][2], centre[kOfWarp][2];
+  float squares[kOfWarp][2];  // of sampled keys' scores
   float2 own;     // of pass 1: of the row that is the lane's among its quad's
   int of_keys;    // the exponent of keys
 
@@ -173,6 +186,24 @@ struct QueryNorms {
         m[i][h] = top;
       }
   }
+  // Adds up the squares of scores of sampled keys; a step has zeros past the last of them.
+  __device__ __forceinline__ void add_squares(uint32 rows) {
+#pragma unroll
+    for (int i = 0; i < kOfWarp; ++i) squares[i][0] = squares[i][1] = 0.f;
+#pragma unroll 1
+    for (int first_row = 0; first_row < sampled_keys(); first_row += kPart) {
+      multiply(rows + first_row * (Traits::kHeadDim * 2));
+#pragma unroll
+      for (int i = 0; i < kOfWarp; ++i)
+#pragma unroll
+        for (int j = 0; j < kRowTiles; ++j)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const float x = s[i][j][e] * p.scale_log2;
+            squares[i][e / 2] = fmaf(x, x, squares[i][e / 2]);
+          }
+    }
+  }
   // Scores of the centre, each column of a product alike.
   __device__ __forceinline__ void find_centre() {
     float d[kOfWarp][4] = {};
@@ -187,15 +218,16 @@ struct QueryNorms {
 #pragma unroll
       for (int h = 0; h < 2; ++h) centre[i][h] = d[i][2 * h] * p.scale_log2;
   }
-  // Starts the copy of a step's rows; zeros past the `there` first ones.
-  static __device__ __forceinline__ void load_rows(uint32 to, const uint16* rows, int there) {
+  // Starts the copy of a step's rows, of which row r is number place(r); zeros past the `there` first ones.
+  template <class Place>
+  static __device__ __forceinline__ void load_rows(uint32 to, const uint16* rows, int there, const Place& place) {
     constexpr int kChunks = Traits::kHeadDim / 8, kRows = Traits::kStep * kChunks / Traits::kThreads;
     const int chunk = threadIdx.x % kChunks, first_row = threadIdx.x / kChunks * kRows;
-    rows += first_row * Traits::kHeadDim + chunk * 8;
+    rows += chunk * 8;
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
-      cp_async_16_or_zeros(chunk_address<Traits>(to, first_row + i, chunk), rows + i * Traits::kHeadDim,
-                           first_row + i < there);
+      cp_async_16_or_zeros(chunk_address<Traits>(to, first_row + i, chunk),
+                           rows + static_cast<int64>(place(first_row + i)) * Traits::kHeadDim, first_row + i < there);
   }
   // What pass 1 has left, the first rows and queries are all on their way before any of them is waited for.
   __device__ __forceinline__ void walk() {
@@ -220,7 +252,7 @@ struct QueryNorms {
           rows = of_units + static_cast<int64>(between.first) * Traits::kHeadDim;
           there = between.end - between.first;
         }
-        load_rows(shared_address(shared.rows[step % Traits::kBuffers]), rows, there);
+        load_rows(shared_address(shared.rows[step % Traits::kBuffers]), rows, there, [](int r) { return r; });
       }
       cp_async_commit();
     };
@@ -250,7 +282,24 @@ struct QueryNorms {
         add_step(rows, 0.f, there, false, [&](int r) { return r < there; });
       }
     }
+    walk_sampled(shared_address(shared.rows[all % Traits::kBuffers]));
+  }
+  // Keys of blocks that may be sampled: those before the segment, without causality all.
+  __device__ __forceinline__ int keys_of_blocks() const {
+    const Geometry& g = p.geometry;
+    const int units = g.is_causal ? g.dense_begin(segment) >> g.unit_shift : g.units();
+    return units / kBlockUnits * spec::kSampledOfBlock;
+  }
+  __device__ __forceinline__ int sampled_keys() const { return min(spec::kSampledKeys, keys_of_blocks()); }
+  __device__ __forceinline__ void walk_sampled(uint32 rows) {
+    const int keys = keys_of_blocks(), of_head = p.geometry.units() / kBlockUnits * spec::kSampledOfBlock;
+    const uint16* from = p.deviations + static_cast<int64>(kv_head) * of_head * Traits::kHeadDim;
+    load_rows(rows, from, sampled_keys(),
+              [&](int r) { return keys > spec::kSampledKeys ? r * keys / spec::kSampledKeys : r; });
+    cp_async_commit();
     cp_async_wait<0>();
+    __syncthreads();
+    add_squares(rows);
   }
   __device__ __forceinline__ int64 of_queries() const {
     return static_cast<int64>(head) * p.geometry.seqlen_q + p.geometry.query_begin(segment);
@@ -266,14 +315,18 @@ struct QueryNorms {
     for (int i = 0; i < kOfWarp; ++i)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float top = m[i][h];
+        float variance = squares[i][h];
+        variance += __shfl_xor_sync(kFullWarp, variance, 1);
+        variance += __shfl_xor_sync(kFullWarp, variance, 2);
+        const float of_row = m[i][h] + excess(variance / max(sampled_keys(), 1));
+        float top = of_row;
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
         const int r = row(i, h), from = lane / 4 * 4 + i * 2 + h;
         const float own_m = __shfl_sync(kFullWarp, own.x, from), own_l = __shfl_sync(kFullWarp, own.y, from);
         const float of_own = own_l == 0.f ? -infinity() : own_m - p.geometry.unit_shift;
         const float base_of = fmaxf(top, of_own), base = base_of == -infinity() ? 0.f : base_of;
-        float sum = l[i][h] * exp2_approx(m[i][h] - base);
+        float sum = l[i][h] * exp2_approx(of_row - base);
         sum += __shfl_xor_sync(kFullWarp, sum, 1);
         sum += __shfl_xor_sync(kFullWarp, sum, 2);
         sum += own_l * exp2_approx(of_own - base);

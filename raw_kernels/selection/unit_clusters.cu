@@ -6,6 +6,8 @@
 //     cluster_shares [batch * kv_heads, units, kClusters]: log2 of a group's part of the unit's keys, float16; -inf where
 //                    a group has none
 //     unit_means     [batch * kv_heads, units, kHeadDim]
+//     deviations     [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]: some keys of each block of units, the first ones of
+//                    units evenly apart; unit_rows takes the block's mean off
 //
 // The first centre is the key furthest from the unit's mean, each further one the key furthest from all centres before it,
 // of equally far ones the first. A key belongs to the centre nearest to it, of equally near ones the first. Where a unit has
@@ -19,6 +21,7 @@ struct UnitClustersParams {
   uint16* cluster_keys;     // [batch * kv_heads, units, clusters, kHeadDim]; null: not wanted, as each key is a group
   uint16* cluster_shares;   // [batch * kv_heads, units, clusters]
   uint16* unit_means;       // [batch * kv_heads, units, kHeadDim]
+  uint16* deviations;       // [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]
   Geometry geometry;
   int kv_heads;
   int head_blocks;          // blocks that cover a KV head's units
@@ -74,8 +77,15 @@ __device__ __forceinline__ void unit_clusters(const UnitClustersParams& p, typen
 #pragma unroll
       for (int e = 0; e < 8; ++e) from[e] += x[e] * factor;
     }
-    const int64 unit = static_cast<int64>(kv_head) * g.units() + (begin >> g.unit_shift) + u;
+    const int of_head = (begin >> g.unit_shift) + u;
+    const int blocks = g.units() / spec::kBlockUnits;
+    const int64 unit = static_cast<int64>(kv_head) * g.units() + of_head;
     if (is_unit) store(p.unit_means + unit * kHeadDim, from);
+    constexpr int kApart = spec::kBlockUnits / spec::kSampledOfBlock;
+    if (is_unit && of_head % kApart == kApart / 2 && of_head < blocks * spec::kBlockUnits) {
+      read(x, begin_row);
+      store(p.deviations + (static_cast<int64>(kv_head) * blocks * spec::kSampledOfBlock + of_head / kApart) * kHeadDim, x);
+    }
     if (p.cluster_keys == nullptr) continue;
     const bool each_key = 1 << g.unit_shift == kClusters;
     // Round 0 finds the key furthest from the mean, round c + 1 the one furthest from the first c + 1 centres.

@@ -2,6 +2,7 @@
 //
 //   block_keys [batch * kv_heads, 1 + blocks, kHeadDim], in the input's dtype: the centre, which is the mean of the first
 //              units' means; then of each kBlockUnits neighbouring whole units the mean of their means
+//   deviations [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]: the sampled keys of each block less its mean
 //   unit_rows  [batch * kv_heads, tiles, bytes of a tile]: cluster_keys less the centre in 8 bits, in the order in which they
 //              are multiplied (unit_tile.cuh)
 //   row_shares [batch * kv_heads, tiles, 64]: cluster_shares in that order
@@ -28,6 +29,7 @@ struct UnitRowsParams {
   const uint16* cluster_keys;    // [batch * kv_heads, units, clusters, kHeadDim]; null: each key is a group
   const uint16* cluster_shares;  // [batch * kv_heads, units, clusters]
   uint16* block_keys;            // [batch * kv_heads, 1 + blocks, kHeadDim]
+  uint16* deviations;            // [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]: of sampled keys
   uint32* unit_rows;             // [batch * kv_heads, tiles, bytes of a tile / 4]: four bytes each; null: not wanted
   uint16* row_shares;            // [batch * kv_heads, tiles, 64]
   int* key_exponents;            // [batch * kv_heads], of unit_rows alone
@@ -135,7 +137,17 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
     const int row = is_centre ? 0 : 1 + block;
     uint16* to = p.block_keys + (static_cast<int64>(kv_head) * (1 + units / kBlockUnits) + row) * kHeadDim + pair * 2;
     if (!is_centre || (first == 0 && part == 0)) *reinterpret_cast<uint32*>(to) = mean;
-    if (is_centre) centre_row[pair] = mean;
+    if (is_centre) {
+      centre_row[pair] = mean;
+    } else {
+      const int64 of_block = static_cast<int64>(kv_head) * (units / kBlockUnits) + block;
+      uint16* sampled = p.deviations + of_block * spec::kSampledOfBlock * kHeadDim + pair * 2;
+#pragma unroll
+      for (int i = 0; i < spec::kSampledOfBlock; ++i, sampled += kHeadDim) {
+        const uint32 key = *reinterpret_cast<uint32*>(sampled);
+        *reinterpret_cast<uint32*>(sampled) = Element::pack(Element::low(key) - low, Element::high(key) - high);
+      }
+    }
   }
   if (!has_rows) return;
   __syncthreads();

@@ -32,6 +32,7 @@ class QueryStages:
     shares: Array  # [B, Hkv, U, C] float16, log2 of their part of the unit
     means: Array  # [B, Hkv, U, D] of units
     blocks: Array  # [B, Hkv, 1 + blocks, D]: the centre, means of blocks
+    deviations: Array  # [B, Hkv, sampled keys, D] keys of blocks less their means
     norms: Array  # [B, H, Lq]
     rows: Any = None  # [B, Hkv, U, C, D] in 8 bits, where products are of these, else None; NaN where no integer can be
     exponents: Any = None  # int32 [B, Hkv]: powers of two that e4m3 is multiplied by
@@ -45,7 +46,7 @@ def capture(stages: QueryStages | None, stage: str, host: Any, names: Any, dtype
     """Adds what the stage has left in the workspace. ``host(name)`` copies an array."""
     geometry, clusters = problem.geometry(config), config.groups
     batch, kv_heads, head_dim, units = problem.batch, problem.kv_heads, problem.head_dim, geometry.units
-    stages = stages or QueryStages(None, None, None, None, None)
+    stages = stages or QueryStages(None, None, None, None, None, None)
     as_floats = lambda name: host(name).view(dtype).astype(np.float32)  # noqa: E731
     if stage == "unit_keys" and "cluster_keys" not in names:  # each key is a group
         stages.means = as_floats("unit_means").reshape(batch, kv_heads, units, -1)[..., :head_dim]
@@ -65,6 +66,8 @@ def capture(stages: QueryStages | None, stage: str, host: Any, names: Any, dtype
     elif stage == "unit_rows":
         blocks = as_floats("block_keys").reshape(batch, kv_heads, 1 + units // BLOCK_UNITS, -1)
         stages.blocks = blocks[..., :head_dim]
+        sampled = as_floats("deviations")
+        stages.deviations = sampled.reshape(batch, kv_heads, *sampled.shape[1:])[..., :head_dim]
         if "unit_scales" in names:
             stages.rows = _integers_in_order(host("unit_rows"), host("row_shares"), units, clusters)
             stages.steps = host("unit_scales")[:, :units].reshape(batch, kv_heads, units)
@@ -199,6 +202,11 @@ def compare_groups(rows: Any, got: QueryStages, k: Array, geometry: Geometry, cl
             for x in (means, np.abs(means))
         )
         rows.floats("block means", got.blocks, blocks, size * (unit + UNIT32 * (BLOCK_UNITS + 4)) + smallest)
+        of_blocks = ordering.block_keys(means)
+        sampled = ordering.deviations(k, of_blocks, geometry)
+        size = ordering.deviations(absolute, -np.abs(of_blocks), geometry)  # of both that are subtracted
+        allowed = np.abs(sampled) * unit + size * UNIT32 * (BLOCK_UNITS + 4)
+        rows.floats("sampled keys", got.deviations, sampled, allowed + smallest)
     if got.rows is None:
         return
     centre = got.blocks[:, :, :1, None].astype(np.float32)  # [B, Hkv, 1, 1, D]
@@ -293,10 +301,12 @@ def compare_norms(rows: Any, got: QueryStages, q: Array, own: Array, problem: Pr
 
     means, blocks = got.means.astype(np.float64), got.blocks.astype(np.float64)
     centre = None if got.rows is None else blocks[:, :, 0]
-    want = ordering.query_norms(q, means, blocks[:, :, 1:], own, geometry, scale, centre)
+    varied = got.deviations.astype(np.float64)
+    want = ordering.query_norms(q, means, blocks[:, :, 1:], varied, own, geometry, scale, centre)
     group = problem.heads // problem.kv_heads
     finite = lambda x: np.where(np.isfinite(x), x, 0)  # noqa: E731
-    longest = np.linalg.norm(finite(np.concatenate([means, blocks], axis=2)), axis=-1).max(axis=-1)  # [B, Hkv]
+    # What a score of a sampled key is off by counts for sqrt(2 ln 512) / 2, 1.8 times as much at most.
+    longest = np.linalg.norm(finite(np.concatenate([means, blocks, 2 * varied], axis=2)), axis=-1).max(axis=-1)
     reach = np.linalg.norm(finite(q), axis=-1) * np.repeat(longest, group, axis=1)[..., None] * scale * LOG2E
     bound = 3 * reach * (problem.head_dim + 8) * UNIT32 + 2.0**-16 + geometry.units * UNIT32
     bound = bound + (np.abs(finite(own)) + np.abs(finite(want))) * 8 * UNIT32

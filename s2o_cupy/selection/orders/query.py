@@ -22,7 +22,7 @@ from ...plan.kernels import Family, Inputs, Kernel, Path
 from ...plan.method import Setting
 from ...plan.paths import HOPPER
 from ...plan.rounds import STEP, Chunk
-from ...spec import BLOCK_UNITS, CLUSTERS
+from ...spec import BLOCK_UNITS, CLUSTERS, SAMPLED_OF_BLOCK
 from .base import Order
 
 __all__ = [
@@ -58,7 +58,7 @@ QUERY_WEIGHTS_INT8 = Family(
     "IntegerWeightTraits<{element}, {head_dim}, {clusters}>",
 )  # fmt: skip
 # These arrays are [KV heads, ...].
-OF_KV_HEADS = ("unit_means", "block_keys", "unit_rows", "row_shares", "key_exponents", "unit_scales")
+OF_KV_HEADS = ("unit_means", "block_keys", "deviations", "unit_rows", "row_shares", "key_exponents", "unit_scales")
 SUPER_UNITS = 128  # units whose scores are written together (kSuperUnits)
 TILE_ROWS = 64  # rows of 8 bits of a tile (kTileRows)
 MOST_QUERIES = 128  # of a segment that is multiplied in 8 bits (kQueries)
@@ -255,6 +255,7 @@ class QueryOrder(Order):
             *(self._clusters() if self.in_bytes and not self.of_keys else []),
             ("unit_means", (s.kv_heads, units, s.inputs.head_dim), "uint16"),
             ("block_keys", (s.kv_heads, 1 + units // BLOCK_UNITS, s.inputs.head_dim), "uint16"),
+            ("deviations", (s.kv_heads, units // BLOCK_UNITS * SAMPLED_OF_BLOCK, s.inputs.head_dim), "uint16"),
         ]
 
     def _clusters(self) -> list[Array]:
