@@ -20,7 +20,7 @@ from ..spec import (
     LN2,
     LOG2E,
     MAX_SEGMENT,
-    NORMAL_KEYS,
+    MOST_EXCESS,
     OUTLIER_SHIFT,
     SAMPLED_KEYS,
     SAMPLED_OF_BLOCK,
@@ -269,14 +269,11 @@ def sampled(n: int, geometry: Geometry) -> Array:
 
 def excess(scores: Array) -> Array:
     """log2 of how many times the mass of their mean keys blocks are taken for, of ``scores`` [..., samples] in log2
-    units: half of what normal scores of their variance would add, which is at most what the largest of NORMAL_KEYS
-    gives. In full it would overstate queries that look at few keys."""
+    units: half of what normal scores of their variance would add, and no more than MOST_EXCESS. A norm that overstates
+    a query's mass has what it looks for come last."""
     if scores.shape[-1] == 0:
         return np.zeros((*scores.shape[:-1], 1), scores.dtype)
-    deviation = np.sqrt(np.square(scores).mean(axis=-1, keepdims=True))
-    most = math.sqrt(2 * math.log(NORMAL_KEYS))  # of the largest, in standard deviations
-    beyond = deviation * most - math.log2(NORMAL_KEYS)
-    return np.where(deviation * LN2 < most, deviation**2 * (LN2 / 2), beyond) / 2
+    return np.minimum(np.square(scores).mean(axis=-1, keepdims=True) * (LN2 / 4), MOST_EXCESS)
 
 
 @quiet

@@ -6,11 +6,11 @@
 //
 //   x(key) = scale_log2 * query . key. Blocks and units count exp2(excess) times as much, for single keys whose scores lie
 //   around those of the means: of a query whose scores of sampled keys, less their block's mean, are normal with variance v
-//   half of what these would add. Less x(centre) where unit_rows has keys less the centre. A norm that is not finite
-//   is 0. For e4m3 also, of each segment: how its queries are scaled.
+//   half of what these would add, and no more than kMostExcess. Less x(centre) where unit_rows has keys less the centre. A
+//   norm that is not finite is 0. For e4m3 also, of each segment: how its queries are scaled.
 //
 // Means of blocks hide a key that a query looks for, so that such a query's norm comes out too small and what it looks
-// for too large: it comes first.
+// for too large: it comes first. One that came out too large would come last, hence the bound.
 #include "sm80/attention.cuh"
 #include "selection/unit_tile.cuh"
 
@@ -39,12 +39,11 @@ constexpr float kBlockShift = 6.f;  // log2 of kBlockUnits
 static_assert(kBlockUnits == 64 && spec::kSampledKeys == 64, "and as many rows of a step");
 
 // log2 of how many times as much blocks count as by their mean keys, of scores with such a variance around these, in log2
-// units squared: half of what normal scores would add, whose largest of kNormalKeys bounds it.
+// units squared: half of what normal scores would add, and no more than kMostExcess.
 __device__ __forceinline__ float excess(float variance) {
-  static_assert(spec::kNormalKeys == 512, "the largest and how many there are");
-  constexpr float kMost = 3.5322301f, kLog2 = 9.f, kLn2 = 0.69314718f;  // sqrt(2 ln 512), log2(512)
-  const float deviation = __fsqrt_rn(variance);
-  return .5f * (deviation * kLn2 < kMost ? .5f * kLn2 * variance : deviation * kMost - kLog2);
+  constexpr float kMost = spec::kMostExcess, kLn2 = 0.69314718f;
+  const float half = .25f * kLn2 * variance;
+  return half > kMost ? kMost : half;  // NaN stays
 }
 
 template <class Element_, int kHeadDim_>
