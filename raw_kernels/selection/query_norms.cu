@@ -294,7 +294,7 @@ struct QueryNorms {
     const int keys = keys_of_blocks(), of_head = p.geometry.units() / kBlockUnits * spec::kSampledOfBlock;
     const uint16* from = p.deviations + static_cast<int64>(kv_head) * of_head * Traits::kHeadDim;
     load_rows(rows, from, sampled_keys(),
-              [&](int r) { return keys > spec::kSampledKeys ? r * keys / spec::kSampledKeys : r; });
+              [&](int r) { return keys > spec::kSampledKeys ? static_cast<int64>(r) * keys / spec::kSampledKeys : r; });
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
