@@ -121,7 +121,7 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
     ),
     (
         "query_norms", replace(QUERY, seqlen_q=1500, options={"unit": 1, "tail": "none"}),
-        (("only the first blocks are sampled", "norms", "r * keys / spec::kSampledKeys : r", "r : r"),),
+        (("only the first blocks are sampled", "norms", "static_cast<int64>(r) * keys / spec::kSampledKeys", "r"),),
     ),
     (
         "query_norms", replace(QUERY, scale=3.0),
