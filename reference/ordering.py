@@ -252,43 +252,46 @@ def block_keys(means: Array) -> Array:
 
 
 def deviations(k: Array, blocks: Array, geometry: Geometry) -> Array:
-    """SAMPLED_OF_BLOCK keys of each of :func:`block_keys`' blocks, evenly apart, less the block's mean key: [B, Hkv,
-    SAMPLED_OF_BLOCK * blocks, D]."""
+    """SAMPLED_OF_BLOCK keys of each of :func:`block_keys`' blocks, evenly apart, less the block's mean key, of which
+    half, as a difference of two float16 may be more than float16 holds: [B, Hkv, SAMPLED_OF_BLOCK * blocks, D]."""
     apart = BLOCK_UNITS // SAMPLED_OF_BLOCK  # units; the first key of the one in the middle
     units = np.arange(blocks.shape[2] * SAMPLED_OF_BLOCK) * apart + apart // 2
-    return k[:, :, units * geometry.unit] - blocks.repeat(SAMPLED_OF_BLOCK, axis=2)
+    return (k[:, :, units * geometry.unit] - blocks.repeat(SAMPLED_OF_BLOCK, axis=2)) / 2
 
 
 def sampled(n: int, geometry: Geometry) -> Array:
-    """Which of :func:`deviations` tell how scores of segment ``n`` vary: at most SAMPLED_KEYS, evenly apart, of the
-    blocks before it; without causality of all."""
+    """Which of :func:`deviations` tell how scores of segment ``n`` vary: those of the blocks before it, without
+    causality of all. Of more than SAMPLED_KEYS those of blocks evenly apart, whose keys take turns, as keys may have a
+    period."""
     blocks = len(whole_blocks(n, geometry)[0]) if geometry.is_causal else geometry.units // BLOCK_UNITS
-    count = min(SAMPLED_KEYS, SAMPLED_OF_BLOCK * blocks)
-    return np.arange(count) * (SAMPLED_OF_BLOCK * blocks) // max(count, 1)
+    if blocks * SAMPLED_OF_BLOCK <= SAMPLED_KEYS:
+        return np.arange(blocks * SAMPLED_OF_BLOCK)
+    places = np.arange(SAMPLED_KEYS)
+    return places * blocks // SAMPLED_KEYS * SAMPLED_OF_BLOCK + places % SAMPLED_OF_BLOCK
 
 
 def excess(scores: Array) -> Array:
-    """log2 of how many times the mass of their mean keys blocks are taken for, of ``scores`` [..., samples] in log2
-    units: half of what normal scores of their variance would add, and no more than MOST_EXCESS. A norm that overstates
-    a query's mass has what it looks for come last."""
+    """log2 of how many times the mass of their mean keys blocks are taken for, by ``scores`` [..., samples] of
+    :func:`deviations` in log2 units: half of what single keys add if scores are normal, and no more than MOST_EXCESS. A
+    norm that overstates a query's mass has what it looks for come last."""
     if scores.shape[-1] == 0:
         return np.zeros((*scores.shape[:-1], 1), scores.dtype)
-    return np.minimum(np.square(scores).mean(axis=-1, keepdims=True) * (LN2 / 4), MOST_EXCESS)
+    return np.minimum(np.square(scores).mean(axis=-1, keepdims=True) * LN2, MOST_EXCESS)
 
 
 @quiet
 def query_norms(
-    q: Array, means: Array, blocks: Array, varied: Array, own: Array, geometry: Geometry, scale: float,
+    q: Array, means: Array, blocks: Array, deviations: Array, own: Array, geometry: Geometry, scale: float,
     centre: Array | None = None,
 ) -> Array:  # fmt: skip
     """log2 of each query's softmax mass, in units of one unit of keys.
 
-    ``means`` [B, Hkv, U, D] are :func:`unit_clusters`', ``blocks`` :func:`block_keys` of them, ``varied``
-    :func:`deviations` from these, and ``own`` [B, H, Lq] the natural log of what pass 1 has found (its lse). Beside it
-    count the segment's candidates: each whole block of BLOCK_UNITS units as many times as it has units by its mean key,
-    and units in no such block by their own, all with the query's :func:`excess`. Means hide a key that a query looks
-    for, so that its norm comes out too small and that key's weight too large: it comes first. A norm that is not finite
-    is 0. ``centre`` [B, Hkv, D]: that of keys less it.
+    ``means`` [B, Hkv, U, D] are :func:`unit_clusters`', ``blocks`` :func:`block_keys` of them, ``deviations``
+    [B, Hkv, S, D] what that function gives, and ``own`` [B, H, Lq] the natural log of what pass 1 has found (its lse).
+    Beside it count the segment's candidates: each whole block of BLOCK_UNITS units as many times as it has units by its
+    mean key, and units in no such block by their own, all with the query's :func:`excess`. Means hide a key that a query
+    looks for, so that its norm comes out too small and that key's weight too large: it comes first. A norm that is not
+    finite is 0. ``centre`` [B, Hkv, D]: that of keys less it.
 
     Returns [B, H, Lq]; of segments without a candidate 0.
     """
@@ -300,7 +303,7 @@ def query_norms(
         if len(which) + len(units) == 0:
             continue
         rows = q[:, :, first:end].reshape(batch, kv_heads, heads // kv_heads, end - first, head_dim)
-        keys = [blocks[:, :, which], means[:, :, units], varied[:, :, sampled(n, geometry)]]
+        keys = [blocks[:, :, which], means[:, :, units], deviations[:, :, sampled(n, geometry)]]
         *parts, scores = (rows @ x[:, :, None].swapaxes(-1, -2) * (scale * LOG2E) for x in keys)
         parts[0] = parts[0] + math.log2(BLOCK_UNITS)
         parts = [x + excess(scores) for x in parts]

@@ -32,6 +32,7 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
              "(begin >> g.unit_shift) + (units - 1 - u);"),
             ("the last key of a unit is sampled", "sampled keys", "read(x, begin_row);\n      store(p.deviations",
              "read(x, end_row - 1);\n      store(p.deviations"),
+            ("keys of no whole block are sampled", "sampled keys", "&& number < blocks * spec::kBlockUnits", ""),
             ("every KV head has the first one's keys", "unit means", "(p.k, batch, kv_head % p.kv_heads)",
              "(p.k, batch, 0)"),
             ("the last key is in no group", "groups", "const int mine = each_key ?",
@@ -73,7 +74,8 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
              "p.leading : kBlockUnits - 1;"),
             ("two blocks are exchanged", "block means", "is_centre ? 0 : 1 + block", "is_centre ? 0 : 1 + (block ^ 1)"),
             ("the centre is a sum", "block means", "1.f / p.leading", "1.f"),
-            ("sampled keys keep their block's mean", "sampled keys", "Element::low(key) - low", "Element::low(key)"),
+            ("sampled keys keep their block's mean", "sampled keys", "(Element::low(keys[j]) - low)",
+             "(Element::low(keys[j]))"),
             ("sampled keys are another block's", "sampled keys", "(units / kBlockUnits) + block;",
              "(units / kBlockUnits) + (block ^ 1);"),
         ),
@@ -121,7 +123,16 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
     ),
     (
         "query_norms", replace(QUERY, seqlen_q=1500, options={"unit": 1, "tail": "none"}),
-        (("only the first blocks are sampled", "norms", "static_cast<int64>(r) * keys / spec::kSampledKeys", "r"),),
+        (
+            ("only the first blocks are sampled", "norms", "r * blocks / kKeys * kOfBlock", "r / kOfBlock * kOfBlock"),
+            ("of each block the first key is sampled", "norms", "kOfBlock + r % kOfBlock : r", "kOfBlock : r"),
+        ),
+    ),
+    (
+        "query_norms", replace(QUERY, is_causal=False),
+        (("without causality blocks before the segment are sampled", "norms",
+          "(g.is_causal ? g.dense_begin(segment) >> g.unit_shift : g.units())",
+          "(g.dense_begin(segment) >> g.unit_shift)"),),
     ),
     (
         "query_norms", replace(QUERY, scale=3.0),
@@ -131,8 +142,10 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
         "query_norms", QUERY,
         (
             ("single keys score as their mean does", "norms", "+ excess(variance / max(sampled_keys(), 1))", ""),
-            ("what varies counts in full", "norms", ".25f * kLn2", ".5f * kLn2"),
-            ("sampled keys are those of the first KV head", "norms", "kv_head) * of_head", "0) * of_head"),
+            ("what varies counts in full", "norms", "kLn2 * of_halves", "2.f * kLn2 * of_halves"),
+            ("sampled keys are those of the first KV head", "norms", "kv_head) * all_blocks", "0) * all_blocks"),
+            ("sampled keys are not waited for", "norms", "cp_async_wait<0>();\n    __syncthreads();\n    add_squares(",
+             "add_squares("),
             ("lanes have their own sampled keys", "norms",
              "variance += __shfl_xor_sync(kFullWarp, variance, 2);", ";"),
             ("what pass 1 has found counts for nothing", "norms", "sum += own_l * exp2_approx(of_own - base);", ";"),

@@ -82,9 +82,9 @@ def query_stages(q, k, own, geometry, config: S2OConfig, scale: float, products:
     centre = found.means[:, :, : geometry.leading_units].mean(axis=2, keepdims=True)
     blocks = ordering.block_keys(found.means)
     less = None if products == WIDE else centre[:, :, 0]
-    varied = ordering.deviations(k, blocks, geometry)
-    norms = ordering.query_norms(q, found.means, blocks, varied, own, geometry, scale, less)
-    stages = QueryStages(found.keys, shares, found.means, np.concatenate([centre, blocks], axis=2), varied, norms)
+    deviations = ordering.deviations(k, blocks, geometry)
+    norms = ordering.query_norms(q, found.means, blocks, deviations, own, geometry, scale, less)
+    stages = QueryStages(found.keys, shares, found.means, np.concatenate([centre, blocks], axis=2), deviations, norms)
     if products == INT8:
         return with_integers(stages)
     return with_floats(stages, q, geometry, scale) if products == E4M3 else stages

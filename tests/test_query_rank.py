@@ -123,11 +123,11 @@ def test_norms_are_nearer_to_the_mass_by_what_scores_vary(rng):
     q, k = rng.standard_normal((1, 1, 2048, 16)), rng.standard_normal((1, 1, 2048, 16))
     q *= np.tile(np.linspace(0, 1, 128), 16)[:, None]
     geometry, n = Geometry(2048, 2048, 128, unit=8), 15
-    means, blocks, varied = key_means(k, geometry)
+    means, blocks, deviations = key_means(k, geometry)
     own, rows = own_mass(q, k, geometry, 0.5), slice(*geometry.queries(n))
     exact = np.log2(np.exp(0.5 * q[0, 0, rows] @ k[0, 0, : 128 * n].T).sum(axis=1) + np.exp(own[0, 0, rows])) - 3
     found, without = (
-        ordering.query_norms(q, means, blocks, x, own, geometry, 0.5)[0, 0, rows] for x in (varied, 0 * varied)
+        ordering.query_norms(q, means, blocks, x, own, geometry, 0.5)[0, 0, rows] for x in (deviations, 0 * deviations)
     )
     assert (without <= found).all()
     assert np.std(found - exact) < 0.6 * np.std(without - exact)
@@ -137,23 +137,27 @@ def test_norms_are_nearer_to_the_mass_by_what_scores_vary(rng):
 def test_what_scores_vary_by_is_bounded():
     """Half of what normal scores would add, which is half of their variance in nats; at most four times as much."""
     deviations = np.array([0.0, 0.5, 2.0, 2.354, 2.355, 8.0, 1e200])  # nats
-    scores = np.stack([deviations, -deviations], axis=-1) / math.log(2)  # log2 units, mean 0
+    scores = np.stack([deviations, -deviations], axis=-1) / 2 / math.log(2)  # of halves, in log2 units
     found = 2 ** ordering.excess(scores)[:, 0]
     np.testing.assert_allclose(found[:4], np.exp(deviations[:4] ** 2 / 4))
     assert (found[4:] == 4).all()
     assert (ordering.excess(np.empty((2, 3, 0))) == np.zeros((2, 3, 1))).all()
 
 
-@pytest.mark.parametrize(("length", "count"), [(63 * 8, 0), (64 * 8, 4), (64 * 8 * 3, 12), (64 * 8 * 40, 64)])
-def test_sampled_keys_are_of_the_prefix_alone(length, count):
-    """Evenly apart, of whole blocks before the segment."""
-    geometry = Geometry(length + 128, length + 128, 128, unit=8)
-    places = ordering.sampled(length // 128, geometry) if length % 128 == 0 else ordering.sampled(3, geometry)
+@pytest.mark.parametrize(
+    ("keys", "count"), [(384, 0), (512, 4), (512 * 3 + 128, 12), (512 * 16, 64), (512 * 40, 64), (512 * 128, 64)]
+)
+def test_sampled_keys_are_of_the_prefix_alone(keys, count):
+    """Of whole blocks before the segment, evenly apart, and of a block's keys each in its turn."""
+    segment, blocks = keys // 128, keys // 512
+    places = ordering.sampled(segment, Geometry(keys + 128, keys + 128, 128, unit=8))
     assert len(places) == count
-    if count:
-        apart = np.diff(places)
-        assert places[0] == 0 and places[-1] < 4 * (length // 512) and apart.max() - apart.min() <= 1
-        assert np.array_equal(places, ordering.sampled(length // 128, Geometry(8 * length, 8 * length, 128, unit=8)))
+    assert (np.diff(places) > 0).all() and (places < 4 * blocks).all()
+    assert (np.bincount(places % 4, minlength=4) == count // 4).all()
+    assert np.ptp(np.diff(np.unique(places // 4))) <= 1 if blocks > 1 else True
+    assert np.array_equal(places, ordering.sampled(segment, Geometry(8 * keys, 8 * keys, 128, unit=8)))
+    without = Geometry(128, keys, 128, is_causal=False, unit=8)
+    assert np.array_equal(places, ordering.sampled(0, without))
 
 
 def test_a_norm_that_is_not_finite_is_0(rng):

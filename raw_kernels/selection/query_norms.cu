@@ -4,10 +4,11 @@
 //                              + sum over candidates in no whole block of exp2(x(unit's mean key))
 //                              + what pass 1 has found / keys of a unit )
 //
-//   x(key) = scale_log2 * query . key. Blocks and units count exp2(excess) times as much, for single keys whose scores lie
-//   around those of the means: of a query whose scores of sampled keys, less their block's mean, are normal with variance v
-//   half of what these would add, and no more than kMostExcess. Less x(centre) where unit_rows has keys less the centre. A
-//   norm that is not finite is 0. For e4m3 also, of each segment: how its queries are scaled.
+//   x(key) = scale_log2 * query . key. Both sums over candidates count exp2(excess) times as much:
+//   excess = min(kMostExcess, ln 2 / 4 * mean over sampled keys of x(key - mean of its block)^2)
+//   is half of what single keys add to what their means weigh, if scores are normal; 0 where no block is whole. Less
+//   x(centre) where unit_rows has keys less the centre. A norm that is not finite is 0. For e4m3 also, of each segment: how
+//   its queries are scaled.
 //
 // Means of blocks hide a key that a query looks for, so that such a query's norm comes out too small and what it looks
 // for too large: it comes first. One that came out too large would come last, hence the bound.
@@ -20,7 +21,7 @@ struct QueryNormsParams {
   Tensor<const uint16> q;    // [batch, heads, seqlen_q, head_dim]
   const uint16* block_keys;  // [batch * kv_heads, 1 + blocks, kHeadDim]
   const uint16* unit_means;  // [batch * kv_heads, units, kHeadDim]
-  const uint16* deviations;  // [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]: keys of blocks less their mean
+  const uint16* deviations;  // [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]: half of keys less their block's mean
   const float2* state;       // [batch * heads, seqlen_q] (m in log2 units, l) of pass 1
   const int* key_exponents;  // [batch * kv_heads]
   float* norms;              // [batch * heads, seqlen_q]
@@ -36,13 +37,12 @@ struct QueryNormsParams {
 };
 
 constexpr float kBlockShift = 6.f;  // log2 of kBlockUnits
-static_assert(kBlockUnits == 64 && spec::kSampledKeys == 64, "and as many rows of a step");
+static_assert(kBlockUnits == 64 && spec::kSampledKeys == 64, "as many rows as a step has");
 
-// log2 of how many times as much blocks count as by their mean keys, of scores with such a variance around these, in log2
-// units squared: half of what normal scores would add, and no more than kMostExcess.
-__device__ __forceinline__ float excess(float variance) {
+// log2 of how many times as much blocks count as by their mean keys, by the mean square of scores of half deviations.
+__device__ __forceinline__ float excess(float of_halves) {
   constexpr float kMost = spec::kMostExcess, kLn2 = 0.69314718f;
-  const float half = .25f * kLn2 * variance;
+  const float half = kLn2 * of_halves;
   return half > kMost ? kMost : half;  // NaN stays
 }
 
@@ -185,7 +185,7 @@ struct QueryNorms {
         m[i][h] = top;
       }
   }
-  // Adds up the squares of scores of sampled keys; a step has zeros past the last of them.
+  // Adds up the squares of scores of sampled keys, whose step has zeros past the last.
   __device__ __forceinline__ void add_squares(uint32 rows) {
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i) squares[i][0] = squares[i][1] = 0.f;
@@ -252,6 +252,8 @@ struct QueryNorms {
           there = between.end - between.first;
         }
         load_rows(shared_address(shared.rows[step % Traits::kBuffers]), rows, there, [](int r) { return r; });
+      } else if (step == all) {
+        load_sampled(shared_address(shared.rows[step % Traits::kBuffers]));
       }
       cp_async_commit();
     };
@@ -281,24 +283,26 @@ struct QueryNorms {
         add_step(rows, 0.f, there, false, [&](int r) { return r < there; });
       }
     }
-    walk_sampled(shared_address(shared.rows[all % Traits::kBuffers]));
-  }
-  // Keys of blocks that may be sampled: those before the segment, without causality all.
-  __device__ __forceinline__ int keys_of_blocks() const {
-    const Geometry& g = p.geometry;
-    const int units = g.is_causal ? g.dense_begin(segment) >> g.unit_shift : g.units();
-    return units / kBlockUnits * spec::kSampledOfBlock;
-  }
-  __device__ __forceinline__ int sampled_keys() const { return min(spec::kSampledKeys, keys_of_blocks()); }
-  __device__ __forceinline__ void walk_sampled(uint32 rows) {
-    const int keys = keys_of_blocks(), of_head = p.geometry.units() / kBlockUnits * spec::kSampledOfBlock;
-    const uint16* from = p.deviations + static_cast<int64>(kv_head) * of_head * Traits::kHeadDim;
-    load_rows(rows, from, sampled_keys(),
-              [&](int r) { return keys > spec::kSampledKeys ? static_cast<int64>(r) * keys / spec::kSampledKeys : r; });
-    cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
-    add_squares(rows);
+    add_squares(shared_address(shared.rows[all % Traits::kBuffers]));  // within the loop registers would not do
+  }
+  // Blocks whose keys are sampled: those before the segment, without causality all.
+  __device__ __forceinline__ int sampled_blocks() const {
+    const Geometry& g = p.geometry;
+    return (g.is_causal ? g.dense_begin(segment) >> g.unit_shift : g.units()) / kBlockUnits;
+  }
+  __device__ __forceinline__ int sampled_keys() const {
+    return min(spec::kSampledKeys, sampled_blocks() * spec::kSampledOfBlock);
+  }
+  // Of more blocks than have so few keys blocks evenly apart, whose keys take turns, as keys may have a period.
+  __device__ __forceinline__ void load_sampled(uint32 to) const {
+    constexpr int kKeys = spec::kSampledKeys, kOfBlock = spec::kSampledOfBlock;
+    const int blocks = sampled_blocks(), all_blocks = p.geometry.units() / kBlockUnits;
+    const uint16* from = p.deviations + static_cast<int64>(kv_head) * all_blocks * (kOfBlock * Traits::kHeadDim);
+    load_rows(to, from, sampled_keys(), [&](int r) {
+      return blocks * kOfBlock > kKeys ? r * blocks / kKeys * kOfBlock + r % kOfBlock : r;
+    });
   }
   __device__ __forceinline__ int64 of_queries() const {
     return static_cast<int64>(head) * p.geometry.seqlen_q + p.geometry.query_begin(segment);

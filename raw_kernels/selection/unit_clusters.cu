@@ -77,14 +77,14 @@ __device__ __forceinline__ void unit_clusters(const UnitClustersParams& p, typen
 #pragma unroll
       for (int e = 0; e < 8; ++e) from[e] += x[e] * factor;
     }
-    const int of_head = (begin >> g.unit_shift) + u;
-    const int blocks = g.units() / spec::kBlockUnits;
-    const int64 unit = static_cast<int64>(kv_head) * g.units() + of_head;
+    const int number = (begin >> g.unit_shift) + u, blocks = g.units() / spec::kBlockUnits;
+    const int64 unit = static_cast<int64>(kv_head) * g.units() + number;
     if (is_unit) store(p.unit_means + unit * kHeadDim, from);
     constexpr int kApart = spec::kBlockUnits / spec::kSampledOfBlock;
-    if (is_unit && of_head % kApart == kApart / 2 && of_head < blocks * spec::kBlockUnits) {
+    static_assert(spec::kBlockUnits % spec::kSampledOfBlock == 0);
+    if (is_unit && number % kApart == kApart / 2 && number < blocks * spec::kBlockUnits) {
       read(x, begin_row);
-      store(p.deviations + (static_cast<int64>(kv_head) * blocks * spec::kSampledOfBlock + of_head / kApart) * kHeadDim, x);
+      store(p.deviations + (static_cast<int64>(kv_head) * blocks * spec::kSampledOfBlock + number / kApart) * kHeadDim, x);
     }
     if (p.cluster_keys == nullptr) continue;
     const bool each_key = 1 << g.unit_shift == kClusters;

@@ -2,7 +2,8 @@
 //
 //   block_keys [batch * kv_heads, 1 + blocks, kHeadDim], in the input's dtype: the centre, which is the mean of the first
 //              units' means; then of each kBlockUnits neighbouring whole units the mean of their means
-//   deviations [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]: the sampled keys of each block less its mean
+//   deviations [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]: half of the sampled keys of each block less its mean,
+//              in place of these keys, which unit_clusters has left there
 //   unit_rows  [batch * kv_heads, tiles, bytes of a tile]: cluster_keys less the centre in 8 bits, in the order in which they
 //              are multiplied (unit_tile.cuh)
 //   row_shares [batch * kv_heads, tiles, 64]: cluster_shares in that order
@@ -140,13 +141,15 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
     if (is_centre) {
       centre_row[pair] = mean;
     } else {
-      const int64 of_block = static_cast<int64>(kv_head) * (units / kBlockUnits) + block;
-      uint16* sampled = p.deviations + of_block * spec::kSampledOfBlock * kHeadDim + pair * 2;
+      const int64 of_head_block = static_cast<int64>(kv_head) * (units / kBlockUnits) + block;
+      uint16* sampled = p.deviations + of_head_block * spec::kSampledOfBlock * kHeadDim + pair * 2;
+      uint32 keys[spec::kSampledOfBlock];
 #pragma unroll
-      for (int i = 0; i < spec::kSampledOfBlock; ++i, sampled += kHeadDim) {
-        const uint32 key = *reinterpret_cast<uint32*>(sampled);
-        *reinterpret_cast<uint32*>(sampled) = Element::pack(Element::low(key) - low, Element::high(key) - high);
-      }
+      for (int j = 0; j < spec::kSampledOfBlock; ++j) keys[j] = *reinterpret_cast<uint32*>(sampled + j * kHeadDim);
+#pragma unroll
+      for (int j = 0; j < spec::kSampledOfBlock; ++j)  // half, as a difference of two float16 may be more than float16 holds
+        *reinterpret_cast<uint32*>(sampled + j * kHeadDim) =
+            Element::pack((Element::low(keys[j]) - low) * .5f, (Element::high(keys[j]) - high) * .5f);
     }
   }
   if (!has_rows) return;

@@ -5,6 +5,7 @@ Every stage is given the GPU's own numbers of the stage before it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,18 @@ import numpy as np
 
 from ..problem import Problem
 from ..selection.orders.query import heads_in_turns
-from ..spec import BLOCK_UNITS, CENTRE_PART, KEY_EXPONENT, LOG2E, MOST_EXPONENT, QUERY_EXPONENT, Geometry, S2OConfig
+from ..spec import (
+    BLOCK_UNITS,
+    CENTRE_PART,
+    KEY_EXPONENT,
+    LN2,
+    LOG2E,
+    MOST_EXCESS,
+    MOST_EXPONENT,
+    QUERY_EXPONENT,
+    Geometry,
+    S2OConfig,
+)
 
 __all__ = ["QueryStages", "capture", "compare_groups", "compare_norms", "longest_of_keys", "scores_and_bounds"]
 
@@ -301,12 +313,14 @@ def compare_norms(rows: Any, got: QueryStages, q: Array, own: Array, problem: Pr
 
     means, blocks = got.means.astype(np.float64), got.blocks.astype(np.float64)
     centre = None if got.rows is None else blocks[:, :, 0]
-    varied = got.deviations.astype(np.float64)
-    want = ordering.query_norms(q, means, blocks[:, :, 1:], varied, own, geometry, scale, centre)
+    deviations = got.deviations.astype(np.float64)
+    want = ordering.query_norms(q, means, blocks[:, :, 1:], deviations, own, geometry, scale, centre)
     group = problem.heads // problem.kv_heads
     finite = lambda x: np.where(np.isfinite(x), x, 0)  # noqa: E731
-    # What a score of a sampled key is off by counts for sqrt(2 ln 512) / 2, 1.8 times as much at most.
-    longest = np.linalg.norm(finite(np.concatenate([means, blocks, 2 * varied], axis=2)), axis=-1).max(axis=-1)
+    # The excess is ln 2 times the mean of squared scores: scores off by x move it by 2 ln 2 times their root mean
+    # square times x, which is at most twice the root of MOST_EXCESS ln 2, where it is bounded.
+    varied = 2 * math.sqrt(MOST_EXCESS * LN2) * deviations
+    longest = np.linalg.norm(finite(np.concatenate([means, blocks, varied], axis=2)), axis=-1).max(axis=-1)
     reach = np.linalg.norm(finite(q), axis=-1) * np.repeat(longest, group, axis=1)[..., None] * scale * LOG2E
     bound = 3 * reach * (problem.head_dim + 8) * UNIT32 + 2.0**-16 + geometry.units * UNIT32
     bound = bound + (np.abs(finite(own)) + np.abs(finite(want))) * 8 * UNIT32
