@@ -28,11 +28,10 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
         "unit_clusters", QUERY,
         (
             ("a mean is half of it", "unit means", "from[e] += x[e] * factor;", "from[e] += x[e] * factor * 0.5f;"),
-            ("units of a block stand the other way round", "unit means", "(begin >> g.unit_shift) + u;",
-             "(begin >> g.unit_shift) + (units - 1 - u);"),
+            ("units of a block stand the other way round", "unit means", "(begin >> g.unit_shift) + u,",
+             "(begin >> g.unit_shift) + (units - 1 - u),"),
             ("the last key of a unit is sampled", "sampled keys", "read(x, begin_row);\n      store(p.deviations",
              "read(x, end_row - 1);\n      store(p.deviations"),
-            ("keys of no whole block are sampled", "sampled keys", "&& number < blocks * spec::kBlockUnits", ""),
             ("every KV head has the first one's keys", "unit means", "(p.k, batch, kv_head % p.kv_heads)",
              "(p.k, batch, 0)"),
             ("the last key is in no group", "groups", "const int mine = each_key ?",
