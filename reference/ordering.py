@@ -289,9 +289,9 @@ def query_norms(
     ``means`` [B, Hkv, U, D] are :func:`unit_clusters`', ``blocks`` :func:`block_keys` of them, ``deviations``
     [B, Hkv, S, D] what that function gives, and ``own`` [B, H, Lq] the natural log of what pass 1 has found (its lse).
     Beside it count the segment's candidates: each whole block of BLOCK_UNITS units as many times as it has units by its
-    mean key, and units in no such block by their own, all with the query's :func:`excess`. Means hide a key that a query
-    looks for, so that its norm comes out too small and that key's weight too large: it comes first. A norm that is not
-    finite is 0. ``centre`` [B, Hkv, D]: that of keys less it.
+    mean key, and units in no such block by their own, all with the query's :func:`excess`. Means hide a key that a
+    query looks for, so that its norm comes out too small and that key's weight too large: it comes first. A norm that
+    is not finite is 0. ``centre`` [B, Hkv, D]: that of keys less it.
 
     Returns [B, H, Lq]; of segments without a candidate 0.
     """
