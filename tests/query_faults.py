@@ -143,8 +143,6 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
             ("single keys score as their mean does", "norms", "+ excess(variance / max(sampled_keys(), 1))", ""),
             ("what varies counts in full", "norms", "kLn2 * of_halves", "2.f * kLn2 * of_halves"),
             ("sampled keys are those of the first KV head", "norms", "kv_head) * all_blocks", "0) * all_blocks"),
-            ("sampled keys are not waited for", "norms", "cp_async_wait<0>();\n    __syncthreads();\n    add_squares(",
-             "add_squares("),
             ("lanes have their own sampled keys", "norms",
              "variance += __shfl_xor_sync(kFullWarp, variance, 2);", ";"),
             ("what pass 1 has found counts for nothing", "norms", "sum += own_l * exp2_approx(of_own - base);", ";"),
