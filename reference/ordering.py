@@ -252,8 +252,8 @@ def block_keys(means: Array) -> Array:
 
 
 def deviations(k: Array, blocks: Array, geometry: Geometry) -> Array:
-    """SAMPLED_OF_BLOCK keys of each of :func:`block_keys`' blocks, evenly apart, less the block's mean key, of which
-    half, as a difference of two float16 may be more than float16 holds: [B, Hkv, SAMPLED_OF_BLOCK * blocks, D]."""
+    """Half of what SAMPLED_OF_BLOCK keys of each of :func:`block_keys`' blocks, evenly apart, differ from the block's
+    mean key by: [B, Hkv, SAMPLED_OF_BLOCK * blocks, D]. float16 may not hold the whole difference."""
     apart = BLOCK_UNITS // SAMPLED_OF_BLOCK  # units; the first key of the one in the middle
     units = np.arange(blocks.shape[2] * SAMPLED_OF_BLOCK) * apart + apart // 2
     return (k[:, :, units * geometry.unit] - blocks.repeat(SAMPLED_OF_BLOCK, axis=2)) / 2
@@ -261,8 +261,8 @@ def deviations(k: Array, blocks: Array, geometry: Geometry) -> Array:
 
 def sampled(n: int, geometry: Geometry) -> Array:
     """Which of :func:`deviations` tell how scores of segment ``n`` vary: those of the blocks before it, without
-    causality of all. Of more than SAMPLED_KEYS those of blocks evenly apart, whose keys take turns, as keys may have a
-    period."""
+    causality of all. Where these are more than SAMPLED_KEYS, blocks evenly apart give one each, the next block its next
+    one: keys may repeat with a period."""
     blocks = len(whole_blocks(n, geometry)[0]) if geometry.is_causal else geometry.units // BLOCK_UNITS
     if blocks * SAMPLED_OF_BLOCK <= SAMPLED_KEYS:
         return np.arange(blocks * SAMPLED_OF_BLOCK)
@@ -271,9 +271,9 @@ def sampled(n: int, geometry: Geometry) -> Array:
 
 
 def excess(scores: Array) -> Array:
-    """log2 of how many times the mass of their mean keys blocks are taken for, by ``scores`` [..., samples] of
-    :func:`deviations` in log2 units: half of what single keys add if scores are normal, and no more than MOST_EXCESS. A
-    norm that overstates a query's mass has what it looks for come last."""
+    """log2 of the factor by which blocks count more than their mean keys say, [..., 1]. ``scores`` [..., samples] are a
+    query's of :func:`deviations`, in log2 units. It is half of what single keys add if scores are normal, and no more
+    than MOST_EXCESS: where a norm overstates a query's mass, what the query looks for comes last."""
     if scores.shape[-1] == 0:
         return np.zeros((*scores.shape[:-1], 1), scores.dtype)
     return np.minimum(np.square(scores).mean(axis=-1, keepdims=True) * LN2, MOST_EXCESS)
@@ -287,7 +287,7 @@ def query_norms(
     """log2 of each query's softmax mass, in units of one unit of keys.
 
     ``means`` [B, Hkv, U, D] are :func:`unit_clusters`', ``blocks`` :func:`block_keys` of them, ``deviations``
-    [B, Hkv, S, D] what that function gives, and ``own`` [B, H, Lq] the natural log of what pass 1 has found (its lse).
+    [B, Hkv, S, D] those of that name, and ``own`` [B, H, Lq] the natural log of what pass 1 has found (its lse).
     Beside it count the segment's candidates: each whole block of BLOCK_UNITS units as many times as it has units by its
     mean key, and units in no such block by their own, all with the query's :func:`excess`. Means hide a key that a
     query looks for, so that its norm comes out too small and that key's weight too large: it comes first. A norm that

@@ -335,7 +335,7 @@ def test_what_the_search_leaves_out_of_account(changes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("length", "of_asked", "worst"), [(1024, 0.99, 1.30), (2816, 0.90, 1.01)])
-def test_short_calls_err_by_more_than_was_asked(length, of_asked, worst):
+def test_what_short_calls_err_by(length, of_asked, worst):
     """All segments are taken, but a head's error has few steps, between which the taus that are tried may lie:
     docs/tuning.md says these figures."""
     q, k, v = (x.astype(np.float32) for x in inputs.builtin("trace", length=length))

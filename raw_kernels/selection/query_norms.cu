@@ -6,9 +6,9 @@
 //
 //   x(key) = scale_log2 * query . key. Both sums over candidates count exp2(excess) times as much:
 //   excess = min(kMostExcess, ln 2 / 4 * mean over sampled keys of x(key - mean of its block)^2)
-//   is half of what single keys add to what their means weigh, if scores are normal; 0 where no block is whole. Less
-//   x(centre) where unit_rows has keys less the centre. A norm that is not finite is 0. For e4m3 also, of each segment: how
-//   its queries are scaled.
+//   is half of what single keys add to what their means weigh, if scores are normal; it is 0 where no block is whole. A
+//   norm is less x(centre) where unit_rows has keys less the centre, and 0 where it is not finite. For e4m3 the kernel also
+//   finds how the queries of each segment are scaled.
 //
 // Means of blocks hide a key that a query looks for, so that such a query's norm comes out too small and what it looks
 // for too large: it comes first. One that came out too large would come last, hence the bound.
@@ -39,7 +39,8 @@ struct QueryNormsParams {
 constexpr float kBlockShift = 6.f;  // log2 of kBlockUnits
 static_assert(kBlockUnits == 64 && spec::kSampledKeys == 64, "as many rows as a step has");
 
-// log2 of how many times as much blocks count as by their mean keys, by the mean square of scores of half deviations.
+// log2 of the factor by which blocks count more than their mean keys say. `of_halves` is the mean square of a query's scores
+// of halved deviations.
 __device__ __forceinline__ float excess(float of_halves) {
   constexpr float kMost = spec::kMostExcess, kLn2 = 0.69314718f;
   const float half = kLn2 * of_halves;
@@ -185,7 +186,7 @@ struct QueryNorms {
         m[i][h] = top;
       }
   }
-  // Adds up the squares of scores of sampled keys, whose step has zeros past the last.
+  // Adds up the squares of the scores of sampled keys. Their step has zeros past the last one.
   __device__ __forceinline__ void add_squares(uint32 rows) {
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i) squares[i][0] = squares[i][1] = 0.f;
@@ -285,7 +286,7 @@ struct QueryNorms {
     }
     cp_async_wait<0>();
     __syncthreads();
-    add_squares(shared_address(shared.rows[all % Traits::kBuffers]));  // within the loop registers would not do
+    add_squares(shared_address(shared.rows[all % Traits::kBuffers]));  // one step of the loop for it would spill
   }
   // Blocks whose keys are sampled: those before the segment, without causality all.
   __device__ __forceinline__ int sampled_blocks() const {
@@ -295,7 +296,8 @@ struct QueryNorms {
   __device__ __forceinline__ int sampled_keys() const {
     return min(spec::kSampledKeys, sampled_blocks() * spec::kSampledOfBlock);
   }
-  // Of more blocks than have so few keys blocks evenly apart, whose keys take turns, as keys may have a period.
+  // Where blocks have more keys than are sampled, blocks evenly apart give one each, the next block its next one: keys may
+  // repeat with a period.
   __device__ __forceinline__ void load_sampled(uint32 to) const {
     constexpr int kKeys = spec::kSampledKeys, kOfBlock = spec::kSampledOfBlock;
     const int blocks = sampled_blocks(), all_blocks = p.geometry.units() / kBlockUnits;

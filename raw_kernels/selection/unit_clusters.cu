@@ -6,8 +6,8 @@
 //     cluster_shares [batch * kv_heads, units, kClusters]: log2 of a group's part of the unit's keys, float16; -inf where
 //                    a group has none
 //     unit_means     [batch * kv_heads, units, kHeadDim]
-//     deviations     [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]: some keys of each block of units, the first ones of
-//                    units evenly apart; unit_rows takes the block's mean off
+//     deviations     [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]: the first keys of units evenly apart in each block
+//                    of units; unit_rows takes the block's mean off
 //
 // The first centre is the key furthest from the unit's mean, each further one the key furthest from all centres before it,
 // of equally far ones the first. A key belongs to the centre nearest to it, of equally near ones the first. Where a unit has

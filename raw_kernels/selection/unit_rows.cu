@@ -2,8 +2,8 @@
 //
 //   block_keys [batch * kv_heads, 1 + blocks, kHeadDim], in the input's dtype: the centre, which is the mean of the first
 //              units' means; then of each kBlockUnits neighbouring whole units the mean of their means
-//   deviations [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]: half of the sampled keys of each block less its mean,
-//              in place of these keys, which unit_clusters has left there
+//   deviations [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]: half of what each block's sampled keys differ from its
+//              mean by. They overwrite these keys, which unit_clusters has left there, so that a launch cannot be repeated
 //   unit_rows  [batch * kv_heads, tiles, bytes of a tile]: cluster_keys less the centre in 8 bits, in the order in which they
 //              are multiplied (unit_tile.cuh)
 //   row_shares [batch * kv_heads, tiles, 64]: cluster_shares in that order

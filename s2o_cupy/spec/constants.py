@@ -39,8 +39,8 @@ DENSE_LAST_PART = 32  # where they are at most one in so many
 # neighbours by far, as a sequence's first key does. Choosing every unit by its largest key would bias what is visited.
 OUTLIER_SHIFT = 4
 BLOCK_UNITS = 64  # neighbouring units whose mean key stands for them in a query's norm
-SAMPLED_OF_BLOCK, SAMPLED_KEYS = 4, 64  # keys of each block, and of all that count for a query, by which scores vary
-MOST_EXCESS = 2  # log2 of how many times as much as by their mean keys a query's blocks count at most
+SAMPLED_OF_BLOCK, SAMPLED_KEYS = 4, 64  # keys that are sampled of a block; so many of them at most tell how scores vary
+MOST_EXCESS = 2  # log2 of the largest factor by which blocks count more than their mean keys say
 CLUSTERS = (2, 4, 8)  # groups of keys of a unit that rank="query" may tell apart
 CENTRE_KEYS = 128  # first keys at most, of which the mean is taken off all keys before they are rounded to 8 bits
 CENTRE_PART = 16  # keys are scaled as if one of the first were at least such a part of that mean away from it

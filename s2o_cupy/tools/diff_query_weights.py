@@ -44,7 +44,7 @@ class QueryStages:
     shares: Array  # [B, Hkv, U, C] float16, log2 of their part of the unit
     means: Array  # [B, Hkv, U, D] of units
     blocks: Array  # [B, Hkv, 1 + blocks, D]: the centre, means of blocks
-    deviations: Array  # [B, Hkv, sampled keys, D] keys of blocks less their means
+    deviations: Array  # [B, Hkv, sampled keys, D], half of keys less their block's mean
     norms: Array  # [B, H, Lq]
     rows: Any = None  # [B, Hkv, U, C, D] in 8 bits, where products are of these, else None; NaN where no integer can be
     exponents: Any = None  # int32 [B, Hkv]: powers of two that e4m3 is multiplied by
