@@ -25,15 +25,24 @@ struct QueryWeightTraits {
   static constexpr int kClusters = kClusters_;  // groups of keys of a unit
   static constexpr int kHeadDim = kHeadDim_, kThreads = 160, kConsumers = 128;
   static constexpr int kSegments = 2, kQueries = 128;  // of a block; of a segment
-  static constexpr int kStages = 6;
+  static constexpr int kStages = 8, kAtOnce = 4;  // tiles; of a turn of the loop, which thus knows their places
   using Tile = KeyTile<kHeadDim>;
+  // Where a segment's scores go, and how products become these.
+  struct Segment {
+    uint16* scores;
+    int end;      // of its units
+    float back;   // from products to scores
+    uint32 onto;  // from log2 of a share to products, twice
+  };
   struct alignas(1024) Shared {
     unsigned char queries[kSegments * kQueries * kHeadDim];
     unsigned char not_finite[kSegments * kQueries];  // whether a query has an element that is not
     unsigned char units[kStages][Tile::kBytes];
     uint16 shares[kStages][kTileRows];
     uint64 full[kStages], empty[kStages];  // barriers: a tile has landed, all threads are done with it
+    Segment segments[kSegments];           // registers have no room for what is needed once in a few tiles
   };
+  static_assert(kStages % kAtOnce == 0 && UnitRow<kClusters>::kTiles % kAtOnce == 0);
 };
 
 // The number of 32-bit registers that hold the products of a thread, two float16 each.
@@ -83,36 +92,37 @@ __device__ __forceinline__ uint32 sum_of_pairs(uint32 a, uint32 b) {
   return y;
 }
 
-// What a thread has of a tile of keys.
+// What a thread has of a tile of keys, and of the stage it comes by.
 template <class Traits>
 struct TileKeys {
   using Tile = typename Traits::Tile;
+  using Shared = typename Traits::Shared;
   uint4 kept[Tile::kParts];
   uint32 choices[Tile::kParts];
-  uint32 shares;  // of row lane / 4 of the warp, above it that of the row 8 further
 
   // Waits until the tile has landed.
-  static __device__ __forceinline__ void wait(typename Traits::Shared& shared, int tile) {
-    barrier_wait(shared.full[tile % Traits::kStages], tile / Traits::kStages & 1);
+  static __device__ __forceinline__ void wait(Shared& shared, int stage, int tile) {
+    barrier_wait(shared.full[stage], tile / Traits::kStages & 1);
   }
   // Reads a tile that has landed.
-  __device__ __forceinline__ void take(const typename Traits::Shared& shared, int tile) {
-    const int stage = tile % Traits::kStages, lane = threadIdx.x % 32;
+  __device__ __forceinline__ void take(const Shared& shared, int stage) {
     const unsigned char* units = shared.units[stage];
 #pragma unroll
     for (int c = 0; c < Tile::kParts; ++c) {
       kept[c] = *reinterpret_cast<const uint4*>(units + Tile::kept_of(threadIdx.x, c));
       choices[c] = *reinterpret_cast<const uint32*>(units + Tile::choices_of(threadIdx.x) + c * 4);
     }
-    const uint16* of_rows = shared.shares[stage] + threadIdx.x / 32 * 16 + lane / 4;
-    shares = of_rows[0] | static_cast<uint32>(of_rows[8]) << 16;
+  }
+  // log2 of the share of row lane / 4 of the warp, twice, and that of the row 8 further.
+  static __device__ __forceinline__ uint2 shares(const Shared& shared, int stage) {
+    const uint16* of_rows = shared.shares[stage] + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+    const uint32 both = of_rows[0] | static_cast<uint32>(of_rows[8]) << 16;
+    return make_uint2(__byte_perm(both, 0, 0x1010), __byte_perm(both, 0, 0x3232));
   }
   // The place of a tile that has been multiplied may be filled anew. No sooner: the copy engine overtakes reads that are
   // merely on their way, as products that read shared memory at its full rate hold them up. Each thread arrives for its own
   // reads, which racecheck follows; it does not see that __syncwarp would do for one of a warp.
-  static __device__ __forceinline__ void leave(typename Traits::Shared& shared, int tile) {
-    barrier_arrive(shared.empty[tile % Traits::kStages]);
-  }
+  static __device__ __forceinline__ void leave(Shared& shared, int stage) { barrier_arrive(shared.empty[stage]); }
 };
 
 // The largest of the lanes that have columns, and groups, of the same units, tile after tile: of two tiles half of the
@@ -123,27 +133,27 @@ struct LaneMaxima {
   uint32 of_one, of_two, of_four, of_eight;  // waiting for as many tiles more
   uint32 last;
 
-  // Whether that was the last tile of its units; then `last` is the lane's.
-  __device__ __forceinline__ bool add(int tile, uint32 x) {
-    if (tile % 2 == 0) {
+  // Tile number 4 * four + of_four. Whether that was the last tile of its units; then `last` is the lane's.
+  __device__ __forceinline__ bool add(int four, int of_four_tiles, uint32 x) {
+    if (of_four_tiles % 2 == 0) {
       of_one = x;
       return false;
     }
     x = shared_out<1>(of_one, x);
-    if (tile / 2 % 2 == 0) {
+    if (of_four_tiles / 2 == 0) {
       of_two = x;
       return false;
     }
     x = shared_out<2>(of_two, x);
     if constexpr (kClusters >= 4) {
-      if (tile / 4 % 2 == 0) {
+      if (four % 2 == 0) {
         of_four = x;
         return false;
       }
       x = shared_out<4>(of_four, x);
     }
     if constexpr (kClusters >= 8) {
-      if (tile / 8 % 2 == 0) {
+      if (four / 2 % 2 == 0) {
         of_eight = x;
         return false;
       }
@@ -228,14 +238,107 @@ struct BlockQueries {
   }
 };
 
+// The largest scores of a tile's unit: the first segment's in the lower half, the second's in the upper.
+//
+// d       [lane / 4, 8 rows on] x [8 j + lane % 4 * 2, the next], products of both segments: d[2 j + h]
+// less    of pairs of columns, what products are less; `share`: what those of both rows are more, by segment
+template <bool kEachKey>
+__device__ __forceinline__ uint32 largest_of_tile(const uint32 (&d)[kProducts], const uint32 (&less)[kProducts / 2],
+                                                  const uint32 (&share)[2][2]) {
+  constexpr int kOfSegment = kProducts / 4;
+  uint32 best[2];
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+    uint32 of[2];
+#pragma unroll
+    for (int h = 0; h < (kEachKey ? 1 : 2); ++h)
+#pragma unroll
+      for (int j = s * kOfSegment; j < (s + 1) * kOfSegment; ++j) {
+        // Of rows with one share the larger is found first, to the same bits: a norm is taken off half as many.
+        const uint32 x = sum_of_pairs(kEachKey ? Float16::larger_or_nan(d[2 * j], d[2 * j + 1]) : d[2 * j + h], less[j]);
+        of[h] = j == s * kOfSegment ? x : Float16::larger_or_nan(of[h], x);
+      }
+    best[s] = sum_of_pairs(of[0], share[s][0]);
+    if constexpr (!kEachKey) best[s] = Float16::larger_or_nan(best[s], sum_of_pairs(of[1], share[s][1]));
+  }
+  // Both columns of a pair.
+  return Float16::larger_or_nan(__byte_perm(best[0], best[1], 0x5410), __byte_perm(best[0], best[1], 0x7632));
+}
+
+// The scores of `tiles` tiles from first_super on. kEachKey: each key of a unit is a group, so that all have one share.
+template <class Traits, bool kEachKey, class Block>
+__device__ __forceinline__ void weigh_tiles(const RankKeysParams& p, const Block& block, typename Traits::Shared& shared,
+                                            int first_super, int tiles) {
+  constexpr int kStages = Traits::kStages, kAtOnce = Traits::kAtOnce, kHeadDim = Traits::kHeadDim;
+  using Row = UnitRow<Traits::kClusters>;
+  using Tile = typename Traits::Tile;
+  using Keys = TileKeys<Traits>;
+  // Descriptors: eight rows to the next eight, and the swizzle of a row's length.
+  constexpr uint32 kHigh = (kHeadDim == 128 ? 0x40000000u : 0x80000000u) | 8 * kHeadDim >> 4;
+  const uint32 b = tile_descriptor(shared_address(shared.queries), 0);
+  uint32 share[Traits::kSegments][2], onto[Traits::kSegments];  // of both rows of a thread, as products are
+#pragma unroll
+  for (int s = 0; s < Traits::kSegments; ++s) {
+    onto[s] = shared.segments[s].onto;
+    constexpr float kShare = Traits::kClusters == 8 ? -3.f : Traits::kClusters == 4 ? -2.f : -1.f;  // log2 of a key's
+    share[s][0] = share[s][1] = product_of_pairs(Float16::pack(kShare, kShare), onto[s]);
+  }
+
+  uint32 d[kProducts], less[kProducts / 2];
+  BlockQueries<Traits>::norms(p, block, less);
+  Keys keys;
+  LaneMaxima<Traits::kClusters> maxima = {};
+  Keys::wait(shared, 0, 0);
+  keys.take(shared, 0);
+#pragma unroll 1
+  for (int first = 0; first < tiles; first += kAtOnce) {
+    const int first_stage = first % kStages;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int stage = first_stage + i;
+      wgmma_fence();
+#pragma unroll
+      for (int c = 0; c < Tile::kParts; ++c)
+        multiply_kept<kHigh>(d, keys.kept[c], keys.choices[c], descriptor_at(b, c * 64), c > 0);
+      wgmma_commit();
+      const int next = min(first + i + 1, tiles - 1);  // the last one is read again
+      const int next_stage = i + 1 < kAtOnce ? stage + 1 : next % kStages;
+      if (next != first + i) Keys::wait(shared, next_stage, next);
+      if constexpr (!kEachKey) {
+        const uint2 of_rows = Keys::shares(shared, stage);
+#pragma unroll
+        for (int s = 0; s < Traits::kSegments; ++s)
+          share[s][0] = product_of_pairs(of_rows.x, onto[s]), share[s][1] = product_of_pairs(of_rows.y, onto[s]);
+      }
+      wgmma_wait<0>();
+      Keys::leave(shared, stage);
+      keys.take(shared, next_stage);  // under the maxima: the next product need not wait for them
+#pragma unroll
+      for (int j = 0; j < kProducts; ++j) asm volatile("" : "+r"(d[j])::"memory");  // nothing is read before
+
+      if (maxima.add(first / kAtOnce, i, largest_of_tile<kEachKey>(d, less, share))) {
+        const int unit = (first_super + first / Row::kTiles) * kSuperUnits + threadIdx.x / 32 * 32 +
+                         Row::kept_unit(threadIdx.x % 32);
+#pragma unroll
+        for (int s = 0; s < Traits::kSegments; ++s) {
+          const auto& to = shared.segments[s];
+          const float x = s == 0 ? Float16::low(maxima.last) : Float16::high(maxima.last);
+          if (unit < to.end) to.scores[unit] = static_cast<uint16>(Float16::pack(x * to.back, 0.f));
+        }
+        __syncwarp();
+      }
+    }
+  }
+}
+
 // Block: two neighbouring segments of a head, and a part of their units.
 template <class Traits>
 __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, typename Traits::Shared& shared) {
-  constexpr int kStages = Traits::kStages, kHeadDim = Traits::kHeadDim, kOfSegment = kProducts / 4;
+  constexpr int kStages = Traits::kStages;
   const Geometry& g = p.geometry;
   using Row = UnitRow<Traits::kClusters>;
   using Tile = typename Traits::Tile;
-  const SegmentBlock<Traits::kSegments, kHeadDim> block(p, p.unit_parts);
+  const SegmentBlock<Traits::kSegments, Traits::kHeadDim> block(p, p.unit_parts);
   // The part's units, by kSuperUnits. All parts but a segment's last are as long as one of the chunk's longest segment.
   const auto supers_of = [](int units) { return (units + kSuperUnits - 1) / kSuperUnits; };
   const int longest = supers_of(block.units_of(p.chunk.first_segment + p.chunk.segments - 1));
@@ -251,9 +354,8 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
   }
   __syncthreads();
   const int tiles = supers * Row::kTiles;
-  const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  if (warp == Traits::kConsumers / 32) {
-    if (lane != 0) return;
+  if (__shfl_sync(kFullWarp, threadIdx.x / 32, 0) == Traits::kConsumers / 32) {
+    if (threadIdx.x % 32 != 0) return;
     const int64 first = (block.kv_head() * supers_of(g.units()) + first_super) * Row::kTiles;
     const unsigned char* from = reinterpret_cast<const unsigned char*>(p.unit_rows) + first * Tile::kBytes;
     const uint16* shares = p.row_shares + first * kTileRows;
@@ -268,79 +370,25 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
     return;
   }
 
-  uint32 less[kProducts / 2];
   for (int r = threadIdx.x; r < Traits::kSegments * Traits::kQueries; r += Traits::kConsumers) shared.not_finite[r] = 0;
   named_sync(1, Traits::kConsumers);
   BlockQueries<Traits>::load(p, block, shared);
   named_sync(1, Traits::kConsumers);
   BlockQueries<Traits>::spread_nan(shared);
-  BlockQueries<Traits>::norms(p, block, less);
+  if (threadIdx.x < Traits::kSegments) {
+    const int s = threadIdx.x, n = block.segment(s);
+    const float factor = p.query_scales[static_cast<int64>(block.head) * g.segments() + n].y;
+    const float normal = fmaxf(factor, 6.1035156e-5f);  // times minus infinity it stays that
+    shared.segments[s] = {p.scores + p.chunk.place(block.head, n), block.there(s) ? block.units_of(n) : 0, 1.f / factor,
+                          Float16::pack(normal, normal)};
+  }
   fence_for_wgmma();
   named_sync(1, Traits::kConsumers);
 
-  // Descriptors: eight rows to the next eight, and the swizzle of a row's length.
-  constexpr uint32 kHigh = (kHeadDim == 128 ? 0x40000000u : 0x80000000u) | 8 * kHeadDim >> 4;
-  const uint32 b = tile_descriptor(shared_address(shared.queries), 0);
-  int row_end[Traits::kSegments];
-  uint16* scores[Traits::kSegments];
-  float back[Traits::kSegments];  // from products to scores
-  uint32 onto[Traits::kSegments];  // from log2 of a share to products
-#pragma unroll
-  for (int s = 0; s < Traits::kSegments; ++s) {
-    const int n = block.segment(s);
-    const float factor = p.query_scales[static_cast<int64>(block.head) * g.segments() + n].y;
-    row_end[s] = block.there(s) ? block.units_of(n) : 0;
-    scores[s] = p.scores + p.chunk.place(block.head, n);
-    back[s] = 1.f / factor;
-    const float normal = fmaxf(factor, 6.1035156e-5f);  // times minus infinity it stays that
-    onto[s] = Float16::pack(normal, normal);
-  }
-
-  uint32 d[kProducts];  // [lane / 4, 8 rows on] x [8 j + lane % 4 * 2, the next]: d[2 j + h]
-  TileKeys<Traits> keys;
-  LaneMaxima<Traits::kClusters> maxima = {};
-  keys.wait(shared, 0);
-  keys.take(shared, 0);
-#pragma unroll 1
-  for (int tile = 0; tile < tiles; ++tile) {
-    wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < Tile::kParts; ++c)
-      multiply_kept<kHigh>(d, keys.kept[c], keys.choices[c], descriptor_at(b, c * 64), c > 0);
-    wgmma_commit();
-    const int next = min(tile + 1, tiles - 1);
-    if (next != tile) keys.wait(shared, next);
-    wgmma_wait<0>();
-    const uint32 share[2] = {__byte_perm(keys.shares, 0, 0x1010), __byte_perm(keys.shares, 0, 0x3232)};
-    TileKeys<Traits>::leave(shared, tile);
-    keys.take(shared, next);  // under the maxima: the next product need not wait for them
-#pragma unroll
-    for (int i = 0; i < kProducts; ++i) asm volatile("" : "+r"(d[i])::"memory");  // nothing is read before
-
-    uint32 best[Traits::kSegments];
-#pragma unroll
-    for (int s = 0; s < Traits::kSegments; ++s) {
-      uint32 of[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        of[h] = sum_of_pairs(d[s * 2 * kOfSegment + h], less[s * kOfSegment]);
-#pragma unroll
-        for (int j = 1; j < kOfSegment; ++j)
-          of[h] = Float16::larger_or_nan(of[h], sum_of_pairs(d[s * 2 * kOfSegment + 2 * j + h], less[s * kOfSegment + j]));
-      }
-      best[s] = Float16::larger_or_nan(sum_of_pairs(of[0], product_of_pairs(share[0], onto[s])),
-                                       sum_of_pairs(of[1], product_of_pairs(share[1], onto[s])));
-    }
-    // Both columns of a pair; then the first segment's in the lower half, the second's in the upper.
-    const uint32 x = Float16::larger_or_nan(__byte_perm(best[0], best[1], 0x5410), __byte_perm(best[0], best[1], 0x7632));
-    if (maxima.add(tile, x)) {
-      const uint32 mine = maxima.last;
-      const int unit = (first_super + tile / Row::kTiles) * kSuperUnits + warp * 32 + Row::kept_unit(lane);
-      if (unit < row_end[0]) scores[0][unit] = static_cast<uint16>(Float16::pack(Float16::low(mine) * back[0], 0.f));
-      if (unit < row_end[1]) scores[1][unit] = static_cast<uint16>(Float16::pack(Float16::high(mine) * back[1], 0.f));
-      __syncwarp();
-    }
-  }
+  if (1 << g.unit_shift == Traits::kClusters)
+    weigh_tiles<Traits, true>(p, block, shared, first_super, tiles);
+  else
+    weigh_tiles<Traits, false>(p, block, shared, first_super, tiles);
 }
 
 }  // namespace s2o

@@ -64,7 +64,7 @@ TILE_ROWS = 64  # rows of 8 bits of a tile (kTileRows)
 MOST_QUERIES = 128  # of a segment that is multiplied in 8 bits (kQueries)
 UNIT_ROW_LOADS = 4  # rows that a thread of unit_rows has on their way (kRowsAhead)
 NORM_QUERIES = 128  # queries of a block of query_norms (kQueries)
-_QUERY_STAGES = 6
+_QUERY_STAGES = 8
 # Several blocks share the units of a pair of segments, each of which reads its queries anew, some 8 microseconds. All
 # pairs have as many as fill a GPU 1.6 times. Of 1 to 4 that was the best number with 4, 6, 12, 24 and 32 heads of
 # 8,192, 16,384 and 32,768 keys, but for 4 heads of 32,768, where four took 7 % less than the one that they have.
