@@ -11,21 +11,29 @@
 // groups of a unit and 64 queries, so that the largest is found without leaving the thread but for the last two to four
 // steps. Keys come from registers, as queries take up the bandwidth of shared memory.
 //
-// A warpgroup multiplies and finds maxima, one more warp has the copy engine bring tiles. Three such blocks share a
-// multiprocessor: while one finds maxima, another's products run.
+// Four blocks of one warpgroup share a multiprocessor: while one finds maxima, another's products run. A warp of its own
+// that has the copy engine bring tiles would leave registers for three: the warps take turns.
 #include "selection/segment_block.cuh"
 #include "selection/unit_tile.cuh"
 #include "sm90/hopper.cuh"
 
 namespace s2o {
 
+// Where a block's tiles lie in memory: rows and shares, those of the first tile.
+struct TileSource {
+  const unsigned char* rows;
+  const uint16* shares;
+};
+
 template <class Element_, int kHeadDim_, int kClusters_>
 struct QueryWeightTraits {
   using Element = Element_;
   static constexpr int kClusters = kClusters_;  // groups of keys of a unit
-  static constexpr int kHeadDim = kHeadDim_, kThreads = 160, kConsumers = 128;
+  static constexpr int kHeadDim = kHeadDim_, kThreads = 128;
   static constexpr int kSegments = 2, kQueries = 128;  // of a block; of a segment
-  static constexpr int kStages = 8, kAtOnce = 4;  // tiles; of a turn of the loop, which thus knows their places
+  static constexpr int kAtOnce = 4;                     // tiles of a turn of the loop, which thus knows their places
+  static constexpr int kGroup = kHeadDim > 64 ? 2 : 4;  // tiles that are copied together, into one half of kStages
+  static constexpr int kStages = 2 * kGroup;            // more would leave no room for four blocks
   using Tile = KeyTile<kHeadDim>;
   // Where a segment's scores go, and how products become these.
   struct Segment {
@@ -39,10 +47,11 @@ struct QueryWeightTraits {
     unsigned char not_finite[kSegments * kQueries];  // whether a query has an element that is not
     unsigned char units[kStages][Tile::kBytes];
     uint16 shares[kStages][kTileRows];
-    uint64 full[kStages], empty[kStages];  // barriers: a tile has landed, all threads are done with it
-    Segment segments[kSegments];           // registers have no room for what is needed once in a few tiles
+    uint64 full[2], empty[2];     // barriers of each half: its tiles have landed, all threads are done with them
+    Segment segments[kSegments];  // registers have no room for what is needed once in a few tiles
+    TileSource source;
   };
-  static_assert(kStages % kAtOnce == 0 && UnitRow<kClusters>::kTiles % kAtOnce == 0);
+  static_assert(kAtOnce % kGroup == 0 && UnitRow<kClusters>::kTiles % kAtOnce == 0);
 };
 
 // The number of 32-bit registers that hold the products of a thread, two float16 each.
@@ -92,6 +101,32 @@ __device__ __forceinline__ uint32 sum_of_pairs(uint32 a, uint32 b) {
   return y;
 }
 
+// The places of tiles in shared memory: two halves, each of which a group of tiles comes to in turn.
+template <class Traits>
+struct TileStages {
+  using Shared = typename Traits::Shared;
+  static constexpr int kGroup = Traits::kGroup, kBytes = kGroup * Traits::Tile::kBytes, kShareBytes = kGroup * kTileRows * 2;
+
+  // One thread has the copy engine bring a group.
+  static __device__ __forceinline__ void bring(Shared& shared, int half, int group, bool with_shares) {
+    uint64& full = shared.full[half];
+    barrier_expect(full, kBytes + (with_shares ? kShareBytes : 0));
+    copy_bytes(shared.units[half * kGroup], shared.source.rows + static_cast<int64>(group) * kBytes, kBytes, full);
+    if (with_shares)
+      copy_bytes(shared.shares[half * kGroup], shared.source.shares + group * (kGroup * kTileRows), kShareBytes, full);
+  }
+  static __device__ __forceinline__ void wait_for(Shared& shared, int half, int group) {
+    barrier_wait(shared.full[half], group / 2 & 1);
+  }
+  // This thread is done with a group. No sooner than its tiles have been multiplied: the copy engine overtakes reads that are
+  // merely on their way, as products that read shared memory at its full rate hold them up. Each thread arrives for its own
+  // reads, which racecheck follows; it does not see that __syncwarp would do for one of a warp.
+  static __device__ __forceinline__ void leave(Shared& shared, int half) { barrier_arrive(shared.empty[half]); }
+  static __device__ __forceinline__ void wait_until_left(Shared& shared, int half, int group) {
+    barrier_wait(shared.empty[half], group / 2 & 1);
+  }
+};
+
 // What a thread has of a tile of keys, and of the stage it comes by.
 template <class Traits>
 struct TileKeys {
@@ -100,10 +135,6 @@ struct TileKeys {
   uint4 kept[Tile::kParts];
   uint32 choices[Tile::kParts];
 
-  // Waits until the tile has landed.
-  static __device__ __forceinline__ void wait(Shared& shared, int stage, int tile) {
-    barrier_wait(shared.full[stage], tile / Traits::kStages & 1);
-  }
   // Reads a tile that has landed.
   __device__ __forceinline__ void take(const Shared& shared, int stage) {
     const unsigned char* units = shared.units[stage];
@@ -119,10 +150,6 @@ struct TileKeys {
     const uint32 both = of_rows[0] | static_cast<uint32>(of_rows[8]) << 16;
     return make_uint2(__byte_perm(both, 0, 0x1010), __byte_perm(both, 0, 0x3232));
   }
-  // The place of a tile that has been multiplied may be filled anew. No sooner: the copy engine overtakes reads that are
-  // merely on their way, as products that read shared memory at its full rate hold them up. Each thread arrives for its own
-  // reads, which racecheck follows; it does not see that __syncwarp would do for one of a warp.
-  static __device__ __forceinline__ void leave(Shared& shared, int stage) { barrier_arrive(shared.empty[stage]); }
 };
 
 // The largest of the lanes that have columns, and groups, of the same units, tile after tile: of two tiles half of the
@@ -177,7 +204,7 @@ template <class Traits>
 struct BlockQueries {
   using Element = typename Traits::Element;
   static constexpr int kHeadDim = Traits::kHeadDim, kLanes = kHeadDim / 8;
-  static constexpr int kAtOnce = Traits::kConsumers / kLanes;
+  static constexpr int kAtOnce = Traits::kThreads / kLanes;
   using Columns = Spread<kHeadDim>;
 
   static constexpr uint32 kFourNan = 0x7f7f7f7f;  // of e4m3
@@ -211,7 +238,7 @@ struct BlockQueries {
   }
   // What a key leaves out is not multiplied: of a query that is not finite all is NaN, so that every product is.
   static __device__ __forceinline__ void spread_nan(typename Traits::Shared& shared) {
-    for (int r = threadIdx.x; r < Traits::kSegments * Traits::kQueries; r += Traits::kConsumers)
+    for (int r = threadIdx.x; r < Traits::kSegments * Traits::kQueries; r += Traits::kThreads)
       if (shared.not_finite[r])
         for (int byte = 0; byte < kHeadDim; byte += 16)
           *reinterpret_cast<uint4*>(shared.queries + r * kHeadDim + byte) =
@@ -269,50 +296,56 @@ __device__ __forceinline__ uint32 largest_of_tile(const uint32 (&d)[kProducts], 
 template <class Traits, bool kEachKey, class Block>
 __device__ __forceinline__ void weigh_tiles(const RankKeysParams& p, const Block& block, typename Traits::Shared& shared,
                                             int first_super, int tiles) {
-  constexpr int kStages = Traits::kStages, kAtOnce = Traits::kAtOnce, kHeadDim = Traits::kHeadDim;
+  constexpr int kGroup = Traits::kGroup, kAtOnce = Traits::kAtOnce, kHeadDim = Traits::kHeadDim;
   using Row = UnitRow<Traits::kClusters>;
   using Tile = typename Traits::Tile;
   using Keys = TileKeys<Traits>;
+  using Stages = TileStages<Traits>;
   // Descriptors: eight rows to the next eight, and the swizzle of a row's length.
   constexpr uint32 kHigh = (kHeadDim == 128 ? 0x40000000u : 0x80000000u) | 8 * kHeadDim >> 4;
   const uint32 b = tile_descriptor(shared_address(shared.queries), 0);
-  uint32 share[Traits::kSegments][2], onto[Traits::kSegments];  // of both rows of a thread, as products are
+  uint32 share[Traits::kSegments][2];  // of both rows of a thread, as products are
+  const auto find_shares = [&](uint2 of_rows) {
 #pragma unroll
-  for (int s = 0; s < Traits::kSegments; ++s) {
-    onto[s] = shared.segments[s].onto;
-    constexpr float kShare = Traits::kClusters == 8 ? -3.f : Traits::kClusters == 4 ? -2.f : -1.f;  // log2 of a key's
-    share[s][0] = share[s][1] = product_of_pairs(Float16::pack(kShare, kShare), onto[s]);
-  }
+    for (int s = 0; s < Traits::kSegments; ++s) {
+      const uint32 onto = shared.segments[s].onto;
+      share[s][0] = product_of_pairs(of_rows.x, onto);
+      share[s][1] = product_of_pairs(of_rows.y, onto);
+    }
+  };
+  constexpr float kShare = Traits::kClusters == 8 ? -3.f : Traits::kClusters == 4 ? -2.f : -1.f;  // log2 of a key's
+  if constexpr (kEachKey) find_shares(make_uint2(Float16::pack(kShare, kShare), Float16::pack(kShare, kShare)));
 
   uint32 d[kProducts], less[kProducts / 2];
   BlockQueries<Traits>::norms(p, block, less);
   Keys keys;
   LaneMaxima<Traits::kClusters> maxima = {};
-  Keys::wait(shared, 0, 0);
+  Stages::wait_for(shared, 0, 0);
   keys.take(shared, 0);
 #pragma unroll 1
   for (int first = 0; first < tiles; first += kAtOnce) {
-    const int first_stage = first % kStages;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int stage = first_stage + i;
+      const int group = first / kGroup + i / kGroup, half = kGroup < kAtOnce ? i / kGroup % 2 : group % 2;
+      const bool begins = i % kGroup == 0, ends = (i + 1) % kGroup == 0;  // the tile, its group
       wgmma_fence();
 #pragma unroll
       for (int c = 0; c < Tile::kParts; ++c)
         multiply_kept<kHigh>(d, keys.kept[c], keys.choices[c], descriptor_at(b, c * 64), c > 0);
       wgmma_commit();
-      const int next = min(first + i + 1, tiles - 1);  // the last one is read again
-      const int next_stage = i + 1 < kAtOnce ? stage + 1 : next % kStages;
-      if (next != first + i) Keys::wait(shared, next_stage, next);
-      if constexpr (!kEachKey) {
-        const uint2 of_rows = Keys::shares(shared, stage);
-#pragma unroll
-        for (int s = 0; s < Traits::kSegments; ++s)
-          share[s][0] = product_of_pairs(of_rows.x, onto[s]), share[s][1] = product_of_pairs(of_rows.y, onto[s]);
-      }
+      const bool last = ends && first + i + 1 == tiles;
+      if (ends && !last) Stages::wait_for(shared, half ^ 1, group + 1);
+      if constexpr (!kEachKey) find_shares(Keys::shares(shared, half * kGroup + i % kGroup));
       wgmma_wait<0>();
-      Keys::leave(shared, stage);
-      keys.take(shared, next_stage);  // under the maxima: the next product need not wait for them
+      if (ends) Stages::leave(shared, half);
+      // All threads have left the group before, or are about to: it is a tile ago.
+      if (begins && threadIdx.x == 0 && group > 0 && (group + 1) * kGroup < tiles) {
+        Stages::wait_until_left(shared, half ^ 1, group - 1);
+        Stages::bring(shared, half ^ 1, group + 1, !kEachKey);
+      }
+      if (begins) __syncwarp();
+      // Under the maxima, as the next product need not wait for them; after the last tile the group's first.
+      keys.take(shared, ends ? (last ? half : half ^ 1) * kGroup : half * kGroup + i % kGroup + 1);
 #pragma unroll
       for (int j = 0; j < kProducts; ++j) asm volatile("" : "+r"(d[j])::"memory");  // nothing is read before
 
@@ -334,7 +367,6 @@ __device__ __forceinline__ void weigh_tiles(const RankKeysParams& p, const Block
 // Block: two neighbouring segments of a head, and a part of their units.
 template <class Traits>
 __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, typename Traits::Shared& shared) {
-  constexpr int kStages = Traits::kStages;
   const Geometry& g = p.geometry;
   using Row = UnitRow<Traits::kClusters>;
   using Tile = typename Traits::Tile;
@@ -345,35 +377,24 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
   const int first_super = block.part * ((longest + p.unit_parts - 1) / p.unit_parts);
   const int supers = min(supers_of(block.end) - first_super, (longest + p.unit_parts - 1) / p.unit_parts);
   if (supers <= 0) return;
+  const int tiles = supers * Row::kTiles;
+  const bool each_key = 1 << g.unit_shift == Traits::kClusters;
   if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; ++s) {
-      barrier_init(shared.full[s], 1);
-      barrier_init(shared.empty[s], Traits::kConsumers);
+    for (int half = 0; half < 2; ++half) {
+      barrier_init(shared.full[half], 1);
+      barrier_init(shared.empty[half], Traits::kThreads);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  __syncthreads();
-  const int tiles = supers * Row::kTiles;
-  if (__shfl_sync(kFullWarp, threadIdx.x / 32, 0) == Traits::kConsumers / 32) {
-    if (threadIdx.x % 32 != 0) return;
     const int64 first = (block.kv_head() * supers_of(g.units()) + first_super) * Row::kTiles;
-    const unsigned char* from = reinterpret_cast<const unsigned char*>(p.unit_rows) + first * Tile::kBytes;
-    const uint16* shares = p.row_shares + first * kTileRows;
-    for (int tile = 0; tile < tiles; ++tile) {
-      const int stage = tile % kStages;
-      if (tile >= kStages) barrier_wait(shared.empty[stage], tile / kStages - 1 & 1);
-      barrier_expect(shared.full[stage], Tile::kBytes + kTileRows * 2);
-      copy_bytes(shared.units[stage], from + static_cast<int64>(tile) * Tile::kBytes, Tile::kBytes, shared.full[stage]);
-      copy_bytes(shared.shares[stage], shares + static_cast<int64>(tile) * kTileRows, kTileRows * 2,
-                 shared.full[stage]);
-    }
-    return;
+    shared.source = {reinterpret_cast<const unsigned char*>(p.unit_rows) + first * Tile::kBytes,
+                     p.row_shares + first * kTileRows};
+    for (int half = 0; half < 2 && half * Traits::kGroup < tiles; ++half)
+      TileStages<Traits>::bring(shared, half, half, !each_key);
   }
-
-  for (int r = threadIdx.x; r < Traits::kSegments * Traits::kQueries; r += Traits::kConsumers) shared.not_finite[r] = 0;
-  named_sync(1, Traits::kConsumers);
+  for (int r = threadIdx.x; r < Traits::kSegments * Traits::kQueries; r += Traits::kThreads) shared.not_finite[r] = 0;
+  __syncthreads();
   BlockQueries<Traits>::load(p, block, shared);
-  named_sync(1, Traits::kConsumers);
+  __syncthreads();
   BlockQueries<Traits>::spread_nan(shared);
   if (threadIdx.x < Traits::kSegments) {
     const int s = threadIdx.x, n = block.segment(s);
@@ -383,9 +404,9 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
                           Float16::pack(normal, normal)};
   }
   fence_for_wgmma();
-  named_sync(1, Traits::kConsumers);
+  __syncthreads();
 
-  if (1 << g.unit_shift == Traits::kClusters)
+  if (each_key)
     weigh_tiles<Traits, true>(p, block, shared, first_super, tiles);
   else
     weigh_tiles<Traits, false>(p, block, shared, first_super, tiles);

@@ -31,7 +31,7 @@ __all__ = [
 ]  # fmt: skip
 
 THREADS = 256
-QUERY_WEIGHTS_BLOCKS = 3  # of query_weights_sm90 on a multiprocessor
+QUERY_WEIGHTS_BLOCKS = 4  # of query_weights_sm90 on a multiprocessor
 UNIT_CLUSTERS = Family(
     "unit_clusters", "selection/unit_clusters.cu", "UnitClustersParams", THREADS, "({head_dim} > 128 ? 1 : 2)",
     "ClusterTraits<{element}, {head_dim}, {paged}, {clusters}>", knows_segments=False,
@@ -50,7 +50,7 @@ QUERY_WEIGHTS = Family(
     "ByQueryTraits<{element}, {head_dim}, {clusters}>",
 )  # fmt: skip
 QUERY_WEIGHTS_SM90 = Family(
-    "query_weights_sm90", "selection/query_weights_sm90.cu", "RankKeysParams", 160, QUERY_WEIGHTS_BLOCKS,
+    "query_weights_sm90", "selection/query_weights_sm90.cu", "RankKeysParams", 128, QUERY_WEIGHTS_BLOCKS,
     "QueryWeightTraits<{element}, {head_dim}, {clusters}>", path=HOPPER,
 )  # fmt: skip
 QUERY_WEIGHTS_INT8 = Family(
@@ -64,7 +64,6 @@ TILE_ROWS = 64  # rows of 8 bits of a tile (kTileRows)
 MOST_QUERIES = 128  # of a segment that is multiplied in 8 bits (kQueries)
 UNIT_ROW_LOADS = 4  # rows that a thread of unit_rows has on their way (kRowsAhead)
 NORM_QUERIES = 128  # queries of a block of query_norms (kQueries)
-_QUERY_STAGES = 8
 # Several blocks share the units of a pair of segments, each of which reads its queries anew, some 8 microseconds. All
 # pairs have as many as fill a GPU 1.6 times. Of 1 to 4 that was the best number with 4, 6, 12, 24 and 32 heads of
 # 8,192, 16,384 and 32,768 keys, but for 4 heads of 32,768, where four took 7 % less than the one that they have.
@@ -140,9 +139,9 @@ def query_weights(inputs: Inputs, clusters: int, products: str) -> Kernel:
         shared = MOST_QUERIES * (head_dim + 8) + 4 * 3 * 4  # sizeof(IntegerWeightTraits::Shared)
         return Kernel(QUERY_WEIGHTS_INT8, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
     if products == E4M3:
-        stage = key_tile_bytes(head_dim, products) + TILE_ROWS * 2 + 2 * 8
+        stages, stage = 4 if head_dim > 64 else 8, key_tile_bytes(head_dim, products) + TILE_ROWS * 2
         # sizeof(QueryWeightTraits::Shared)
-        shared = -(-(2 * MOST_QUERIES * (head_dim + 1) + _QUERY_STAGES * stage) // 1024) * 1024
+        shared = -(-(2 * MOST_QUERIES * (head_dim + 1) + stages * stage + 4 * 8 + 2 * 24 + 16) // 1024) * 1024
         return Kernel(QUERY_WEIGHTS_SM90, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
     shared = -(-(2 * STEP * (head_dim + 1) * 2 + 2 * 128 * 4) // 512) * 512  # sizeof(ByQueryTraits::Shared)
     return Kernel(QUERY_WEIGHTS, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
