@@ -11,8 +11,8 @@
 // groups of a unit and 64 queries, so that the largest is found without leaving the thread but for the last two to four
 // steps. Keys come from registers, as queries take up the bandwidth of shared memory.
 //
-// Four blocks of one warpgroup share a multiprocessor: while one finds maxima, another's products run. A warp of its own
-// that has the copy engine bring tiles would leave registers for three: the warps take turns.
+// Four blocks of one warpgroup share a multiprocessor, or three, as shared memory has room: while one finds maxima,
+// another's products run. A thread of it has the copy engine bring tiles: a warp for that would take a block's registers.
 #include "selection/segment_block.cuh"
 #include "selection/unit_tile.cuh"
 #include "sm90/hopper.cuh"
@@ -31,9 +31,10 @@ struct QueryWeightTraits {
   static constexpr int kClusters = kClusters_;  // groups of keys of a unit
   static constexpr int kHeadDim = kHeadDim_, kThreads = 128;
   static constexpr int kSegments = 2, kQueries = 128;  // of a block; of a segment
-  static constexpr int kAtOnce = 4;                     // tiles of a turn of the loop, which thus knows their places
-  static constexpr int kGroup = kHeadDim > 64 ? 2 : 4;  // tiles that are copied together, into one half of kStages
-  static constexpr int kStages = 2 * kGroup;            // more would leave no room for four blocks
+  static constexpr int kGroup = 4, kStages = 2 * kGroup;  // tiles that are copied together; two such groups
+  // The tile of a group under whose product the other half is filled anew. With the first one and a head_dim of 64 ptxas
+  // (12.9 and 13.0) takes that product out, as if nothing came of it.
+  static constexpr int kRefill = 1;
   using Tile = KeyTile<kHeadDim>;
   // Where a segment's scores go, and how products become these.
   struct Segment {
@@ -51,7 +52,7 @@ struct QueryWeightTraits {
     Segment segments[kSegments];  // registers have no room for what is needed once in a few tiles
     TileSource source;
   };
-  static_assert(kAtOnce % kGroup == 0 && UnitRow<kClusters>::kTiles % kAtOnce == 0);
+  static_assert(UnitRow<kClusters>::kTiles % kGroup == 0);
 };
 
 // The number of 32-bit registers that hold the products of a thread, two float16 each.
@@ -160,27 +161,27 @@ struct LaneMaxima {
   uint32 of_one, of_two, of_four, of_eight;  // waiting for as many tiles more
   uint32 last;
 
-  // Tile number 4 * four + of_four. Whether that was the last tile of its units; then `last` is the lane's.
-  __device__ __forceinline__ bool add(int four, int of_four_tiles, uint32 x) {
-    if (of_four_tiles % 2 == 0) {
+  // Tile `of_group` of a group of four. Whether that was the last tile of its units; then `last` is the lane's.
+  __device__ __forceinline__ bool add(int group, int of_group, uint32 x) {
+    if (of_group % 2 == 0) {
       of_one = x;
       return false;
     }
     x = shared_out<1>(of_one, x);
-    if (of_four_tiles / 2 == 0) {
+    if (of_group / 2 == 0) {
       of_two = x;
       return false;
     }
     x = shared_out<2>(of_two, x);
     if constexpr (kClusters >= 4) {
-      if (four % 2 == 0) {
+      if (group % 2 == 0) {
         of_four = x;
         return false;
       }
       x = shared_out<4>(of_four, x);
     }
     if constexpr (kClusters >= 8) {
-      if (four / 2 % 2 == 0) {
+      if (group / 2 % 2 == 0) {
         of_eight = x;
         return false;
       }
@@ -292,11 +293,11 @@ __device__ __forceinline__ uint32 largest_of_tile(const uint32 (&d)[kProducts], 
   return Float16::larger_or_nan(__byte_perm(best[0], best[1], 0x5410), __byte_perm(best[0], best[1], 0x7632));
 }
 
-// The scores of `tiles` tiles from first_super on. kEachKey: each key of a unit is a group, so that all have one share.
+// The scores of `groups` groups of tiles from first_super on. kEachKey: each key of a unit is a group, so that all have one share.
 template <class Traits, bool kEachKey, class Block>
 __device__ __forceinline__ void weigh_tiles(const RankKeysParams& p, const Block& block, typename Traits::Shared& shared,
-                                            int first_super, int tiles) {
-  constexpr int kGroup = Traits::kGroup, kAtOnce = Traits::kAtOnce, kHeadDim = Traits::kHeadDim;
+                                            int first_super, int groups) {
+  constexpr int kGroup = Traits::kGroup, kHeadDim = Traits::kHeadDim;
   using Row = UnitRow<Traits::kClusters>;
   using Tile = typename Traits::Tile;
   using Keys = TileKeys<Traits>;
@@ -323,34 +324,35 @@ __device__ __forceinline__ void weigh_tiles(const RankKeysParams& p, const Block
   Stages::wait_for(shared, 0, 0);
   keys.take(shared, 0);
 #pragma unroll 1
-  for (int first = 0; first < tiles; first += kAtOnce) {
+  for (int group = 0; group < groups; ++group) {
+    const int half = group % 2;
+    const bool last = group + 1 == groups;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int group = first / kGroup + i / kGroup, half = kGroup < kAtOnce ? i / kGroup % 2 : group % 2;
-      const bool begins = i % kGroup == 0, ends = (i + 1) % kGroup == 0;  // the tile, its group
+    for (int i = 0; i < kGroup; ++i) {
       wgmma_fence();
 #pragma unroll
       for (int c = 0; c < Tile::kParts; ++c)
         multiply_kept<kHigh>(d, keys.kept[c], keys.choices[c], descriptor_at(b, c * 64), c > 0);
       wgmma_commit();
-      const bool last = ends && first + i + 1 == tiles;
+      if (i == Traits::kRefill) {
+        if (threadIdx.x == 0 && group > 0 && !last) {
+          Stages::wait_until_left(shared, half ^ 1, group - 1);
+          Stages::bring(shared, half ^ 1, group + 1, !kEachKey);
+        }
+        __syncwarp();
+      }
+      const bool ends = i + 1 == kGroup;
       if (ends && !last) Stages::wait_for(shared, half ^ 1, group + 1);
-      if constexpr (!kEachKey) find_shares(Keys::shares(shared, half * kGroup + i % kGroup));
+      if constexpr (!kEachKey) find_shares(Keys::shares(shared, half * kGroup + i));
       wgmma_wait<0>();
       if (ends) Stages::leave(shared, half);
-      // All threads have left the group before, or are about to: it is a tile ago.
-      if (begins && threadIdx.x == 0 && group > 0 && (group + 1) * kGroup < tiles) {
-        Stages::wait_until_left(shared, half ^ 1, group - 1);
-        Stages::bring(shared, half ^ 1, group + 1, !kEachKey);
-      }
-      if (begins) __syncwarp();
       // Under the maxima, as the next product need not wait for them; after the last tile the group's first.
-      keys.take(shared, ends ? (last ? half : half ^ 1) * kGroup : half * kGroup + i % kGroup + 1);
+      keys.take(shared, ends ? (last ? half : half ^ 1) * kGroup : half * kGroup + i + 1);
 #pragma unroll
       for (int j = 0; j < kProducts; ++j) asm volatile("" : "+r"(d[j])::"memory");  // nothing is read before
 
-      if (maxima.add(first / kAtOnce, i, largest_of_tile<kEachKey>(d, less, share))) {
-        const int unit = (first_super + first / Row::kTiles) * kSuperUnits + threadIdx.x / 32 * 32 +
+      if (maxima.add(group, i, largest_of_tile<kEachKey>(d, less, share))) {
+        const int unit = (first_super + group / (Row::kTiles / kGroup)) * kSuperUnits + threadIdx.x / 32 * 32 +
                          Row::kept_unit(threadIdx.x % 32);
 #pragma unroll
         for (int s = 0; s < Traits::kSegments; ++s) {
@@ -377,7 +379,7 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
   const int first_super = block.part * ((longest + p.unit_parts - 1) / p.unit_parts);
   const int supers = min(supers_of(block.end) - first_super, (longest + p.unit_parts - 1) / p.unit_parts);
   if (supers <= 0) return;
-  const int tiles = supers * Row::kTiles;
+  const int groups = supers * (Row::kTiles / Traits::kGroup);
   const bool each_key = 1 << g.unit_shift == Traits::kClusters;
   if (threadIdx.x == 0) {
     for (int half = 0; half < 2; ++half) {
@@ -388,7 +390,7 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
     const int64 first = (block.kv_head() * supers_of(g.units()) + first_super) * Row::kTiles;
     shared.source = {reinterpret_cast<const unsigned char*>(p.unit_rows) + first * Tile::kBytes,
                      p.row_shares + first * kTileRows};
-    for (int half = 0; half < 2 && half * Traits::kGroup < tiles; ++half)
+    for (int half = 0; half < min(2, groups); ++half)
       TileStages<Traits>::bring(shared, half, half, !each_key);
   }
   for (int r = threadIdx.x; r < Traits::kSegments * Traits::kQueries; r += Traits::kThreads) shared.not_finite[r] = 0;
@@ -407,9 +409,9 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
   __syncthreads();
 
   if (each_key)
-    weigh_tiles<Traits, true>(p, block, shared, first_super, tiles);
+    weigh_tiles<Traits, true>(p, block, shared, first_super, groups);
   else
-    weigh_tiles<Traits, false>(p, block, shared, first_super, tiles);
+    weigh_tiles<Traits, false>(p, block, shared, first_super, groups);
 }
 
 }  // namespace s2o

@@ -31,7 +31,7 @@ __all__ = [
 ]  # fmt: skip
 
 THREADS = 256
-QUERY_WEIGHTS_BLOCKS = 4  # of query_weights_sm90 on a multiprocessor
+QUERY_WEIGHTS_BLOCKS = {64: 4, 128: 3}  # of query_weights_sm90 on a multiprocessor, by head_dim
 UNIT_CLUSTERS = Family(
     "unit_clusters", "selection/unit_clusters.cu", "UnitClustersParams", THREADS, "({head_dim} > 128 ? 1 : 2)",
     "ClusterTraits<{element}, {head_dim}, {paged}, {clusters}>", knows_segments=False,
@@ -50,7 +50,8 @@ QUERY_WEIGHTS = Family(
     "ByQueryTraits<{element}, {head_dim}, {clusters}>",
 )  # fmt: skip
 QUERY_WEIGHTS_SM90 = Family(
-    "query_weights_sm90", "selection/query_weights_sm90.cu", "RankKeysParams", 128, QUERY_WEIGHTS_BLOCKS,
+    "query_weights_sm90", "selection/query_weights_sm90.cu", "RankKeysParams", 128,
+    f"({{head_dim}} > 64 ? {QUERY_WEIGHTS_BLOCKS[128]} : {QUERY_WEIGHTS_BLOCKS[64]})",
     "QueryWeightTraits<{element}, {head_dim}, {clusters}>", path=HOPPER,
 )  # fmt: skip
 QUERY_WEIGHTS_INT8 = Family(
@@ -139,9 +140,9 @@ def query_weights(inputs: Inputs, clusters: int, products: str) -> Kernel:
         shared = MOST_QUERIES * (head_dim + 8) + 4 * 3 * 4  # sizeof(IntegerWeightTraits::Shared)
         return Kernel(QUERY_WEIGHTS_INT8, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
     if products == E4M3:
-        stages, stage = 4 if head_dim > 64 else 8, key_tile_bytes(head_dim, products) + TILE_ROWS * 2
+        stages = 8 * (key_tile_bytes(head_dim, products) + TILE_ROWS * 2)
         # sizeof(QueryWeightTraits::Shared)
-        shared = -(-(2 * MOST_QUERIES * (head_dim + 1) + stages * stage + 4 * 8 + 2 * 24 + 16) // 1024) * 1024
+        shared = -(-(2 * MOST_QUERIES * (head_dim + 1) + stages + 4 * 8 + 2 * 24 + 16) // 1024) * 1024
         return Kernel(QUERY_WEIGHTS_SM90, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
     shared = -(-(2 * STEP * (head_dim + 1) * 2 + 2 * 128 * 4) // 512) * 512  # sizeof(ByQueryTraits::Shared)
     return Kernel(QUERY_WEIGHTS, inputs.dtype, head_dim, shared_bytes=shared, clusters=clusters)
@@ -158,7 +159,7 @@ def query_weight_parts(kernel: Kernel, chunk: Chunk, limits: DeviceLimits) -> in
     longest pairs, which have twice the units of a mean one, would be at work when all others are done."""
     if kernel.family is not QUERY_WEIGHTS_SM90:
         return 1
-    at_once = QUERY_WEIGHTS_BLOCKS * limits.multiprocessors
+    at_once = QUERY_WEIGHTS_BLOCKS[kernel.head_dim] * limits.multiprocessors
     return max(1, min(MOST_UNIT_PARTS, round(UNIT_PART_WAVES * at_once / query_weight_blocks(kernel, chunk))))
 
 
