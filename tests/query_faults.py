@@ -64,7 +64,13 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
     ),
     (
         "query_weights_sm90", BYTES_OF_EACH_KEY,
-        (("half of eight groups do not count", "key scores", "x = shared_out<8>(of_eight, x);", ";"),),
+        (
+            ("half of eight groups do not count", "key scores", "x = shared_out<8>(of_eight, x);", ";"),
+            ("one of a thread's two keys does not count", "key scores",
+             "larger = Float16::larger_or_nan(d[2 * j], d[2 * j + 1]);", "larger = d[2 * j];"),
+            ("keys have the share of a quarter", "key scores", "kClusters == 8 ? -3.f", "kClusters == 8 ? -2.f"),
+            ("a group of tiles comes twice", "key scores", "half ^ 1, group + 1, !kEachKey", "half ^ 1, group, !kEachKey"),
+        ),
     ),
     (
         "unit_rows", QUERY,
@@ -255,11 +261,11 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
     (
         "query_weights_sm90", BYTES,
         (
-            ("a norm is left out", "key scores", "sum_of_pairs(d[s * 2 * kOfSegment + h], less[s * kOfSegment])",
-             "d[s * 2 * kOfSegment + h]"),
-            ("half of the queries do not count", "key scores", "j = 1; j < kOfSegment; ++j",
-             "j = 1; j < kOfSegment / 2; ++j"),
-            ("a share is left out", "key scores", "product_of_pairs(share[1], onto[s])", "0u"),
+            ("a norm is left out", "key scores", "d[2 * j + h], less[j]);", "d[2 * j + h], j ? less[j] : 0u);"),
+            ("half of the queries do not count", "key scores", "j < (s + 1) * kOfSegment; ++j",
+             "j < (s + 1) * kOfSegment - kOfSegment / 2; ++j"),
+            ("a share is left out", "key scores", "h ? 0x3232 : 0x1010), shared.segments[s].onto)",
+             "h ? 0x3232 : 0x1010), h ? 0u : shared.segments[s].onto)"),
             ("columns of a query are another lane's", "key scores", "* p.q.row, lane, g.head_dim)",
              "* p.q.row, lane ^ 1, g.head_dim)"),
             ("the second segment's queries take the first one's place", "key scores",
@@ -269,15 +275,15 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
             ("lanes go on with the other tile", "key scores", "has_it ? second : first, other",
              "has_it ? first : second, other"),
             ("a column is read twice", "key scores", "descriptor_at(b, c * 64)", "descriptor_at(b, 0)"),
-            ("a segment has its neighbour's scores", "key scores", "Float16::low(mine) * back[0]",
-             "Float16::high(mine) * back[0]"),
+            ("a segment has its neighbour's scores", "key scores", "s == 0 ? Float16::low(maxima.last)",
+             "s == 0 ? Float16::high(maxima.last)"),
             ("a thread has another's choices", "key scores", "Tile::choices_of(threadIdx.x)",
              "Tile::choices_of(threadIdx.x ^ 4)"),
             ("queries are not swizzled", "key scores", "column >> 4 ^ swizzle", "column >> 4"),
             ("every head has the first one's units", "key scores", "(block.kv_head() * supers_of",
              "(0 * supers_of"),
-            ("scores go to the neighbours", "key scores", "warp * 32 + Row::kept_unit(lane)",
-             "warp * 32 + (Row::kept_unit(lane) ^ 1)"),
+            ("scores go to the neighbours", "key scores", "Row::kept_unit(threadIdx.x % 32);",
+             "(Row::kept_unit(threadIdx.x % 32) ^ 1);"),
         ),
     ),
     (
@@ -285,8 +291,8 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
         (
             ("every part has the first one's units", "key scores", "supers_of(g.units()) + first_super)",
              "supers_of(g.units()))"),
-            ("every part has the first one's scores", "key scores", "(first_super + tile / Row::kTiles)",
-             "(tile / Row::kTiles)"),
+            ("every part has the first one's scores", "key scores", "(first_super + group / (Row::kTiles / kGroup))",
+             "(group / (Row::kTiles / kGroup))"),
         ),
     ),
 ]  # fmt: skip

@@ -32,8 +32,8 @@ struct QueryWeightTraits {
   static constexpr int kHeadDim = kHeadDim_, kThreads = 128;
   static constexpr int kSegments = 2, kQueries = 128;  // of a block; of a segment
   static constexpr int kGroup = 4, kStages = 2 * kGroup;  // tiles that are copied together; two such groups
-  // The tile of a group under whose product the other half is filled anew. With the first one and a head_dim of 64 ptxas
-  // (12.9 and 13.0) takes that product out, as if nothing came of it.
+  // The tile of a group under whose product the other half is filled anew. Were it the first one, ptxas (12.9 and 13.0)
+  // would take that product out at a head_dim of 64, as if nothing came of it.
   static constexpr int kRefill = 1;
   using Tile = KeyTile<kHeadDim>;
   // Where a segment's scores go, and how products become these.
@@ -106,7 +106,8 @@ __device__ __forceinline__ uint32 sum_of_pairs(uint32 a, uint32 b) {
 template <class Traits>
 struct TileStages {
   using Shared = typename Traits::Shared;
-  static constexpr int kGroup = Traits::kGroup, kBytes = kGroup * Traits::Tile::kBytes, kShareBytes = kGroup * kTileRows * 2;
+  static constexpr int kGroup = Traits::kGroup;
+  static constexpr int kBytes = kGroup * Traits::Tile::kBytes, kShareBytes = kGroup * kTileRows * 2;
 
   // One thread has the copy engine bring a group.
   static __device__ __forceinline__ void bring(Shared& shared, int half, int group, bool with_shares) {
@@ -119,9 +120,9 @@ struct TileStages {
   static __device__ __forceinline__ void wait_for(Shared& shared, int half, int group) {
     barrier_wait(shared.full[half], group / 2 & 1);
   }
-  // This thread is done with a group. No sooner than its tiles have been multiplied: the copy engine overtakes reads that are
-  // merely on their way, as products that read shared memory at its full rate hold them up. Each thread arrives for its own
-  // reads, which racecheck follows; it does not see that __syncwarp would do for one of a warp.
+  // This thread is done with a group. No sooner than its tiles have been multiplied: the copy engine overtakes reads that
+  // are merely on their way, as products that read shared memory at its full rate hold them up. Each thread arrives for
+  // its own reads, which racecheck follows; it does not see that __syncwarp would do for one of a warp.
   static __device__ __forceinline__ void leave(Shared& shared, int half) { barrier_arrive(shared.empty[half]); }
   static __device__ __forceinline__ void wait_until_left(Shared& shared, int half, int group) {
     barrier_wait(shared.empty[half], group / 2 & 1);
@@ -135,26 +136,25 @@ struct TileKeys {
   using Shared = typename Traits::Shared;
   uint4 kept[Tile::kParts];
   uint32 choices[Tile::kParts];
+  uint32 shares;  // of row lane / 4 of the warp, above it that of the row 8 further
 
   // Reads a tile that has landed.
-  __device__ __forceinline__ void take(const Shared& shared, int stage) {
+  __device__ __forceinline__ void take(const Shared& shared, int stage, bool with_shares) {
     const unsigned char* units = shared.units[stage];
 #pragma unroll
     for (int c = 0; c < Tile::kParts; ++c) {
       kept[c] = *reinterpret_cast<const uint4*>(units + Tile::kept_of(threadIdx.x, c));
       choices[c] = *reinterpret_cast<const uint32*>(units + Tile::choices_of(threadIdx.x) + c * 4);
     }
-  }
-  // log2 of the share of row lane / 4 of the warp, twice, and that of the row 8 further.
-  static __device__ __forceinline__ uint2 shares(const Shared& shared, int stage) {
-    const uint16* of_rows = shared.shares[stage] + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-    const uint32 both = of_rows[0] | static_cast<uint32>(of_rows[8]) << 16;
-    return make_uint2(__byte_perm(both, 0, 0x1010), __byte_perm(both, 0, 0x3232));
+    if (with_shares) {
+      const uint16* of_rows = shared.shares[stage] + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+      shares = of_rows[0] | static_cast<uint32>(of_rows[8]) << 16;
+    }
   }
 };
 
 // The largest of the lanes that have columns, and groups, of the same units, tile after tile: of two tiles half of the
-// lanes go on with one each, of four a quarter each, and so on, so that at the end each lane has the units of one tile (UnitRow).
+// lanes go on with one each, of four a quarter each, and so on: at the end each lane has the units of one tile (UnitRow).
 template <int kClusters>
 struct LaneMaxima {
   static_assert(UnitRow<kClusters>::kTiles == 2 * kClusters, "a tile for each of the lanes");
@@ -266,13 +266,14 @@ struct BlockQueries {
   }
 };
 
-// The largest scores of a tile's unit: the first segment's in the lower half, the second's in the upper.
+// The largest of a thread's products of a tile: the first segment's in the lower half, the second's in the upper.
 //
-// d       [lane / 4, 8 rows on] x [8 j + lane % 4 * 2, the next], products of both segments: d[2 j + h]
-// less    of pairs of columns, what products are less; `share`: what those of both rows are more, by segment
-template <bool kEachKey>
+// d      d[2 j + h]: row lane / 4 of the warp and, h = 1, the one 8 further; columns 8 j + lane % 4 * 2 and the next
+// less   less[j]: what is added to products of these columns
+// share  share(s, h): what is added to those of segment s and row h; with kEachKey the same for both rows
+template <bool kEachKey, class Share>
 __device__ __forceinline__ uint32 largest_of_tile(const uint32 (&d)[kProducts], const uint32 (&less)[kProducts / 2],
-                                                  const uint32 (&share)[2][2]) {
+                                                  const Share& share) {
   constexpr int kOfSegment = kProducts / 4;
   uint32 best[2];
 #pragma unroll
@@ -282,18 +283,20 @@ __device__ __forceinline__ uint32 largest_of_tile(const uint32 (&d)[kProducts], 
     for (int h = 0; h < (kEachKey ? 1 : 2); ++h)
 #pragma unroll
       for (int j = s * kOfSegment; j < (s + 1) * kOfSegment; ++j) {
-        // Of rows with one share the larger is found first, to the same bits: a norm is taken off half as many.
-        const uint32 x = sum_of_pairs(kEachKey ? Float16::larger_or_nan(d[2 * j], d[2 * j + 1]) : d[2 * j + h], less[j]);
+        // Of rows with one share the larger one comes first, to the same bits: norms are taken off half as many.
+        const uint32 larger = Float16::larger_or_nan(d[2 * j], d[2 * j + 1]);
+        const uint32 x = sum_of_pairs(kEachKey ? larger : d[2 * j + h], less[j]);
         of[h] = j == s * kOfSegment ? x : Float16::larger_or_nan(of[h], x);
       }
-    best[s] = sum_of_pairs(of[0], share[s][0]);
-    if constexpr (!kEachKey) best[s] = Float16::larger_or_nan(best[s], sum_of_pairs(of[1], share[s][1]));
+    best[s] = sum_of_pairs(of[0], share(s, 0));
+    if constexpr (!kEachKey) best[s] = Float16::larger_or_nan(best[s], sum_of_pairs(of[1], share(s, 1)));
   }
   // Both columns of a pair.
   return Float16::larger_or_nan(__byte_perm(best[0], best[1], 0x5410), __byte_perm(best[0], best[1], 0x7632));
 }
 
-// The scores of `groups` groups of tiles from first_super on. kEachKey: each key of a unit is a group, so that all have one share.
+// The scores of `groups` groups of tiles from first_super on. kEachKey: each key of a unit is a group of its own, so that
+// all have one share.
 template <class Traits, bool kEachKey, class Block>
 __device__ __forceinline__ void weigh_tiles(const RankKeysParams& p, const Block& block, typename Traits::Shared& shared,
                                             int first_super, int groups) {
@@ -305,24 +308,18 @@ __device__ __forceinline__ void weigh_tiles(const RankKeysParams& p, const Block
   // Descriptors: eight rows to the next eight, and the swizzle of a row's length.
   constexpr uint32 kHigh = (kHeadDim == 128 ? 0x40000000u : 0x80000000u) | 8 * kHeadDim >> 4;
   const uint32 b = tile_descriptor(shared_address(shared.queries), 0);
-  uint32 share[Traits::kSegments][2];  // of both rows of a thread, as products are
-  const auto find_shares = [&](uint2 of_rows) {
-#pragma unroll
-    for (int s = 0; s < Traits::kSegments; ++s) {
-      const uint32 onto = shared.segments[s].onto;
-      share[s][0] = product_of_pairs(of_rows.x, onto);
-      share[s][1] = product_of_pairs(of_rows.y, onto);
-    }
-  };
   constexpr float kShare = Traits::kClusters == 8 ? -3.f : Traits::kClusters == 4 ? -2.f : -1.f;  // log2 of a key's
-  if constexpr (kEachKey) find_shares(make_uint2(Float16::pack(kShare, kShare), Float16::pack(kShare, kShare)));
+  uint32 key_share[Traits::kSegments];  // as products are
+#pragma unroll
+  for (int s = 0; s < Traits::kSegments; ++s)
+    key_share[s] = product_of_pairs(Float16::pack(kShare, kShare), shared.segments[s].onto);
 
   uint32 d[kProducts], less[kProducts / 2];
   BlockQueries<Traits>::norms(p, block, less);
   Keys keys;
   LaneMaxima<Traits::kClusters> maxima = {};
   Stages::wait_for(shared, 0, 0);
-  keys.take(shared, 0);
+  keys.take(shared, 0, !kEachKey);
 #pragma unroll 1
   for (int group = 0; group < groups; ++group) {
     const int half = group % 2;
@@ -343,11 +340,15 @@ __device__ __forceinline__ void weigh_tiles(const RankKeysParams& p, const Block
       }
       const bool ends = i + 1 == kGroup;
       if (ends && !last) Stages::wait_for(shared, half ^ 1, group + 1);
-      if constexpr (!kEachKey) find_shares(Keys::shares(shared, half * kGroup + i));
       wgmma_wait<0>();
+      const uint32 of_rows = keys.shares;
+      const auto share = [&](int s, int h) {
+        if constexpr (kEachKey) return key_share[s];
+        return product_of_pairs(__byte_perm(of_rows, 0, h ? 0x3232 : 0x1010), shared.segments[s].onto);
+      };
       if (ends) Stages::leave(shared, half);
       // Under the maxima, as the next product need not wait for them; after the last tile the group's first.
-      keys.take(shared, ends ? (last ? half : half ^ 1) * kGroup : half * kGroup + i + 1);
+      keys.take(shared, ends ? (last ? half : half ^ 1) * kGroup : half * kGroup + i + 1, !kEachKey);
 #pragma unroll
       for (int j = 0; j < kProducts; ++j) asm volatile("" : "+r"(d[j])::"memory");  // nothing is read before
 
@@ -390,8 +391,7 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
     const int64 first = (block.kv_head() * supers_of(g.units()) + first_super) * Row::kTiles;
     shared.source = {reinterpret_cast<const unsigned char*>(p.unit_rows) + first * Tile::kBytes,
                      p.row_shares + first * kTileRows};
-    for (int half = 0; half < min(2, groups); ++half)
-      TileStages<Traits>::bring(shared, half, half, !each_key);
+    for (int half = 0; half < min(2, groups); ++half) TileStages<Traits>::bring(shared, half, half, !each_key);
   }
   for (int r = threadIdx.x; r < Traits::kSegments * Traits::kQueries; r += Traits::kThreads) shared.not_finite[r] = 0;
   __syncthreads();
