@@ -1,5 +1,5 @@
 """What of the library a result was measured with: digests of each folder of kernels, of some kernels by themselves and
-of the constants that kernels and defaults are made of, and one of the Python that the measuring process had loaded.
+of the constants that kernels and defaults are made of, and of each Python file that the measuring process had loaded.
 
 Comments, docstrings, blank lines and functions that only say something are left out, so that words may change. Needs
 nothing but Python.
@@ -21,9 +21,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SHOWN = 12  # digits of a digest
 NSA = {"nsa"}  # folders of kernels that only NSA's results depend on, and those that they do not
-NOT_OF_NSA = {"methods", "last_queries", "selection", "tail", "integers"}
-# Of these a figure depends by itself: Hopper launches this one for head_dim above 128 alone.
-OF_THEIR_OWN = {"selection/query_weights_int8.cu": "integers"}
+NOT_OF_NSA = {"methods", "last_queries", "selection", "tail", "integers", "floats"}
+# Kernels that count by themselves, as not all orders launch them, nor on every GPU: products of 8-bit integers and floats.
+OF_THEIR_OWN = {"selection/query_weights_int8.cu": "integers", "selection/query_weights_sm90.cu": "floats"}
+OF_QUERY = {"selection/orders/query.py"}  # Python that decides what rank="query" launches and nothing else
+WITHOUT_QUERY = ("benchmarks/nsa.py", "benchmarks/lists.py", "benchmarks/video.py")  # scripts that never order by it
 NOT_TIMED = "tools/"  # of s2o_cupy: what prints, draws and searches around the calls
 # Functions anywhere else that print, or answer a name that there is not.
 SAYS = {"__repr__", "__getattr__", "_where", "modules_with", "_public_names"}
@@ -32,10 +34,10 @@ _loaded_elsewhere: set[str] = set()
 
 
 def digests(root: Path = ROOT, files: Iterable[str] | None = None) -> dict[str, Any]:
-    """``kernels``: by folder of raw_kernels or of their own, and of the constants in spec/; ``python``: files of
-    s2o_cupy, by default those that are loaded, with one digest of all of them."""
+    """``kernels``: by folder of raw_kernels or of their own, and of the constants in spec/; ``python``: by file of
+    s2o_cupy, by default of those that are loaded."""
     names = sorted({*loaded(root), *_loaded_elsewhere} if files is None else files)
-    return {"kernels": kernels(root), "python": {"digest": python(names, root), "files": names}}
+    return {"kernels": kernels(root), "python": python(names, root)}
 
 
 @functools.cache
@@ -54,10 +56,10 @@ def kernels(root: Path = ROOT) -> dict[str, str]:
     return by_folder | {"constants": _hex("\n".join(map(str.rstrip, constants)))}
 
 
-def python(files: Iterable[str], root: Path = ROOT) -> str:
-    """One digest of files of s2o_cupy; of one that is gone its name counts."""
+def python(files: Iterable[str], root: Path = ROOT) -> dict[str, str]:
+    """By file of s2o_cupy; of one that is gone, that of none."""
     package = root / "s2o_cupy"
-    return _digest((name, _python(package / name)) for name in sorted(files))
+    return {name: _digest([("", _python(package / name))]) for name in sorted(files)}
 
 
 def loaded(root: Path = ROOT) -> list[str]:
@@ -77,29 +79,33 @@ def since(result: Mapping[str, Any], root: Path = ROOT) -> str:
     """What has become of the code that a result was measured with, in words; nothing if it is that of now."""
     if not result.get("kernels"):
         return "its kernels were not recorded"
-    now = kernels(root)
-    if "benchmarks/nsa.py" in result.get("command", ""):
-        others = NOT_OF_NSA
-    else:
-        others = NSA if _multiplies_integers(result) else NSA | {"integers"}
+    now, others = kernels(root), _others(result)
     names = {*result["kernels"], *now} - others
     if any(result["kernels"].get(name) != now.get(name) for name in names):
         return "kernels have changed since"
     known = result.get("python")
     if not known:
         return "its Python was not recorded"
-    return "" if known["digest"] == python(known["files"], root) else "the Python around its kernels has changed since"
+    # In older results "digest" is one of all "files", which no longer says anything.
+    same = "digest" not in known and all(known[name] == digest for name, digest in python({*known} - others, root).items())
+    return "" if same else "the Python around its kernels has changed since"
 
 
-def _multiplies_integers(result: Mapping[str, Any]) -> bool:
-    """Whether rank="query" may have: not on Hopper up to head_dim 128, unless by the portable path."""
+def _others(result: Mapping[str, Any]) -> set[str]:
+    """Folders and kernels of `kernels`, and files of `python`, that a result does not depend on."""
     command, device = result.get("command", ""), result.get("device", "")
+    of_nsa = "benchmarks/nsa.py" in command
     orders = re.search(r"--orders (\S+)", command)
-    if orders and "query" not in orders[1]:
-        return False
-    dims = [int(x) for of in re.findall(r"--head-dims? ([\d,]+)", command) for x in of.split(",")]
-    on_hopper = re.search(r"\bG?H[12]00\b", device)
-    return not on_hopper or "--path portable" in command or max(dims, default=0) > 128
+    if any(script in command for script in WITHOUT_QUERY) or orders and "query" not in orders[1]:
+        return {"integers", "floats"} | OF_QUERY | (NOT_OF_NSA if of_nsa else NSA)
+    dims = [int(x) for of in re.findall(r"--head-dims? ([\d,]+)", command) for x in of.split(",")] or [128]
+    portable = "--path portable" in command or not re.search(r"\bG?H[12]00\b", device)
+    others = set(NSA)
+    if not portable and max(dims) <= 128:  # floats are Hopper's, up to a head_dim of 128, integers all others'
+        others.add("integers")
+    if portable or min(dims) > 128:
+        others.add("floats")
+    return others
 
 
 def _digest(texts: Iterable[tuple[str, str]]) -> str:

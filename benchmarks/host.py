@@ -175,7 +175,7 @@ def in_processes(args: argparse.Namespace) -> list[list[Row]]:
                            stdout=subprocess.DEVNULL)  # fmt: skip
             result = json.loads(path.read_text())
             found.append(result["rows"])
-            _digest.add_loaded(result["python"]["files"])
+            _digest.add_loaded(result["python"])
     return found[1:]
 
 

@@ -6,17 +6,19 @@ import benchmark_modules  # noqa: F401  (finds _digest)
 import pytest
 
 digest = pytest.importorskip("_digest")
-PYTHON = ["call.py", "plan/rounds.py"]
+PYTHON = ["call.py", "plan/rounds.py", "selection/orders/query.py"]
 
 
 @pytest.fixture
 def checkout(tmp_path):
-    """Of four kernels and some modules."""
+    """Of five kernels and some modules."""
     files = {
         "raw_kernels/own.cu": "int a;", "raw_kernels/nsa/one.cu": "int b;",
         "raw_kernels/sm90/two.cuh": "int c; // why\n", "raw_kernels/selection/query_weights_int8.cu": "int d;",
+        "raw_kernels/selection/query_weights_sm90.cu": "int e;",
         "s2o_cupy/call.py": '"""Calls."""\n\n\ndef call():\n    """Call."""\n    return 1\n',
         "s2o_cupy/plan/rounds.py": "y = 1\n", "s2o_cupy/other.py": "z = 1\n",
+        "s2o_cupy/selection/orders/query.py": "STAGES = 8\n",
         "s2o_cupy/spec/constants.py": "A: int = 1  # one\n",
     }  # fmt: skip
     for name, text in files.items():
@@ -25,10 +27,14 @@ def checkout(tmp_path):
     return tmp_path
 
 
-@pytest.fixture(autouse=True)
-def nothing_kept():
+def nothing_known():
     digest.kernels.cache_clear()
     digest._python.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    nothing_known()
 
 
 @pytest.mark.parametrize(
@@ -38,6 +44,7 @@ def nothing_kept():
         ("raw_kernels/sm90/two.cuh", "int d;", "sm90"),
         ("raw_kernels/own.cu", "int c;", "."),
         ("raw_kernels/selection/query_weights_int8.cu", "int e;", "integers"),
+        ("raw_kernels/selection/query_weights_sm90.cu", "int f;", "floats"),
         ("raw_kernels/nsa/two.cu", "", "nsa"),
         ("s2o_cupy/call.py", '"""Of\ncalls."""\n# one\n\n\ndef call():\n    """A\n    call."""\n    return 1\n', ""),
         ("s2o_cupy/call.py", '"""Calls."""\n\n\ndef call():\n    """Call."""\n    return 2\n', "python"),
@@ -55,14 +62,13 @@ def test_what_changes_a_digest(checkout, file, text, changed):
     """Code of a folder of kernels, and of the Python that was loaded; not comments, docstrings, blank lines and
     functions that only say something."""
     before = digest.digests(checkout, PYTHON)
-    assert set(before["kernels"]) == {".", "nsa", "sm90", "integers", "constants"}
-    assert before["python"]["files"] == PYTHON
+    assert set(before["kernels"]) == {".", "nsa", "sm90", "integers", "floats", "constants"}
+    assert list(before["python"]) == PYTHON
     if text is None:
         (checkout / file).unlink()
     else:
         (checkout / file).write_text(text)
-    digest.kernels.cache_clear()
-    digest._python.cache_clear()
+    nothing_known()
     after = digest.digests(checkout, PYTHON)
     names = {name for name in before["kernels"] if before["kernels"][name] != after["kernels"][name]}
     assert names | ({"python"} if before["python"] != after["python"] else set()) == {*changed.split()}
@@ -71,31 +77,39 @@ def test_what_changes_a_digest(checkout, file, text, changed):
 @pytest.mark.parametrize(
     ("command", "device", "depends"),
     [
-        ("python benchmarks/speed.py --orders query", "NVIDIA H200", False),
-        ("python benchmarks/speed.py --orders query", "NVIDIA H100 80GB HBM3", False),
-        ("python benchmarks/speed.py --orders query", "NVIDIA A100-SXM4-80GB", True),
-        ("python benchmarks/speed.py --orders query --path portable", "NVIDIA H200", True),
-        ("python benchmarks/speed.py --head-dims 64,256", "NVIDIA H200", True),
-        ("python benchmarks/speed.py --head-dim 192", "NVIDIA H200", True),
-        ("python benchmarks/speed.py --head-dim 192 --orders mean,weight", "NVIDIA H200", False),
-        ("python benchmarks/speed.py --path portable --orders mean,query:8", "NVIDIA H200", True),
-        ("python benchmarks/speed.py --head-dims 64,128 --lengths 131072", "NVIDIA H200", False),
-        ("python benchmarks/nsa.py", "NVIDIA H200", False),
+        ("speed.py --orders query", "NVIDIA H200", "floats query"),
+        ("speed.py --orders query", "NVIDIA H100 80GB HBM3", "floats query"),
+        ("speed.py --orders query", "NVIDIA A100-SXM4-80GB", "integers query"),
+        ("speed.py --orders query --path portable", "NVIDIA H200", "integers query"),
+        ("speed.py --head-dims 64,256", "NVIDIA H200", "integers floats query"),
+        ("speed.py --head-dim 192", "NVIDIA H200", "integers query"),
+        ("speed.py --head-dim 192 --orders mean,weight", "NVIDIA H200", ""),
+        ("speed.py --path portable --orders mean,query:8", "NVIDIA H200", "integers query"),
+        ("speed.py --head-dims 64,128 --lengths 131072", "NVIDIA H200", "floats query"),
+        ("nsa.py", "NVIDIA H200", ""), ("lists.py --lengths 131072", "NVIDIA H200", ""), ("video.py", "NVIDIA H200", ""),
     ],
-)
-def test_products_of_integers_count_where_they_are_launched(checkout, command, device, depends):
-    result = digest.digests(checkout, PYTHON) | {"command": command, "device": device}
+)  # fmt: skip
+def test_what_only_one_order_launches_counts_for_results_with_it(checkout, command, device, depends):
+    """Which products do depends on the GPU, the path and head_dim."""
+    result = digest.digests(checkout, PYTHON) | {"command": f"python benchmarks/{command}", "device": device}
     assert digest.since(result, checkout) == ""
-    (checkout / "raw_kernels/selection/query_weights_int8.cu").write_text("int e;")
-    digest.kernels.cache_clear()
-    assert digest.since(result, checkout) == ("kernels have changed since" if depends else "")
+    of_query = {"floats": "raw_kernels/selection/query_weights_sm90.cu",
+                "integers": "raw_kernels/selection/query_weights_int8.cu",
+                "query": "s2o_cupy/selection/orders/query.py"}  # fmt: skip
+    for name, file in of_query.items():
+        before = (checkout / file).read_text()
+        (checkout / file).write_text("int changed = 1;" if file.endswith("cu") else "CHANGED = 1\n")
+        nothing_known()
+        assert bool(digest.since(result, checkout)) == (name in depends.split()), name
+        (checkout / file).write_text(before)
+        nothing_known()
 
 
 def test_the_python_that_was_loaded():
     import s2o_cupy.api.attention
     import s2o_cupy.tools.patterns  # noqa: F401
 
-    found = digest.digests()["python"]["files"]
+    found = [*digest.digests()["python"]]
     assert {"__init__.py", "api/attention.py", "spec/constants.py"} <= {*found}
     assert not [name for name in found if name.startswith("tools/")]
     assert found == sorted(found) and all((digest.ROOT / "s2o_cupy" / name).exists() for name in found)
@@ -104,7 +118,7 @@ def test_the_python_that_was_loaded():
 def test_other_processes_of_a_run_add_what_they_loaded(monkeypatch):
     monkeypatch.setattr(digest, "_loaded_elsewhere", set())
     digest.add_loaded(["integrations/jax.py"])
-    assert "integrations/jax.py" in digest.digests()["python"]["files"]
+    assert "integrations/jax.py" in digest.digests()["python"]
 
 
 def test_what_has_become_of_a_result_s_kernels(monkeypatch):
@@ -112,7 +126,7 @@ def test_what_has_become_of_a_result_s_kernels(monkeypatch):
     now = {"nsa": "1", "sm90": "2", "tail": "3"}
     monkeypatch.setattr(digest, "kernels", lambda root: now)
     of_s2o, of_nsa = {"command": "python benchmarks/speed.py"}, {"command": "python benchmarks/nsa.py --json a.json"}
-    known = {"files": ["problem.py"], "digest": digest.python(["problem.py"])}
+    known = digest.python(["problem.py"])
 
     def since(result, python=known, **changed):
         return digest.since(result | {"kernels": now | changed, "python": python})
@@ -122,4 +136,5 @@ def test_what_has_become_of_a_result_s_kernels(monkeypatch):
         assert changed == "kernels have changed since"
     assert digest.since(of_s2o) == "its kernels were not recorded"
     assert since(of_s2o, python=None) == "its Python was not recorded"
-    assert since(of_s2o, python=known | {"digest": "0"}) == "the Python around its kernels has changed since"
+    assert since(of_s2o, python={"problem.py": "0"}) == "the Python around its kernels has changed since"
+    assert since(of_s2o, python={"digest": "0", "files": ["problem.py"]}) == "the Python around its kernels has changed since"

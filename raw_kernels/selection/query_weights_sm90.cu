@@ -32,8 +32,8 @@ struct QueryWeightTraits {
   static constexpr int kHeadDim = kHeadDim_, kThreads = 128;
   static constexpr int kSegments = 2, kQueries = 128;  // of a block; of a segment
   static constexpr int kGroup = 4, kStages = 2 * kGroup;  // tiles that are copied together; two such groups
-  // The tile of a group under whose product the other half is filled anew. Were it the first one, ptxas (12.9 and 13.0)
-  // would take that product out at a head_dim of 64, as if nothing came of it.
+  // The tile of a group under whose product the other half is filled anew. It must be the second: with a head_dim of 64
+  // ptxas (12.3 to 13.5) takes a product out whose maxima LaneMaxima adds to the next one's where no branch is between.
   static constexpr int kRefill = 1;
   using Tile = KeyTile<kHeadDim>;
   // Where a segment's scores go, and how products become these.
