@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHOWN = 12  # digits of a digest
 NSA = {"nsa"}  # folders of kernels that only NSA's results depend on, and those that they do not
 NOT_OF_NSA = {"methods", "last_queries", "selection", "tail", "integers", "floats"}
-# Kernels that count by themselves, as not all orders launch them, nor on every GPU: products of 8-bit integers and floats.
+# Kernels that count by themselves, as not all orders launch them, nor all GPUs: products of 8-bit integers and floats.
 OF_THEIR_OWN = {"selection/query_weights_int8.cu": "integers", "selection/query_weights_sm90.cu": "floats"}
 OF_QUERY = {"selection/orders/query.py"}  # Python that decides what rank="query" launches and nothing else
 WITHOUT_QUERY = ("benchmarks/nsa.py", "benchmarks/lists.py", "benchmarks/video.py")  # scripts that never order by it
@@ -87,7 +87,8 @@ def since(result: Mapping[str, Any], root: Path = ROOT) -> str:
     if not known:
         return "its Python was not recorded"
     # In older results "digest" is one of all "files", which no longer says anything.
-    same = "digest" not in known and all(known[name] == digest for name, digest in python({*known} - others, root).items())
+    now = python({*known} - others, root)
+    same = "digest" not in known and all(known[name] == now[name] for name in now)
     return "" if same else "the Python around its kernels has changed since"
 
 
@@ -96,7 +97,7 @@ def _others(result: Mapping[str, Any]) -> set[str]:
     command, device = result.get("command", ""), result.get("device", "")
     of_nsa = "benchmarks/nsa.py" in command
     orders = re.search(r"--orders (\S+)", command)
-    if any(script in command for script in WITHOUT_QUERY) or orders and "query" not in orders[1]:
+    if any(script in command for script in WITHOUT_QUERY) or (orders and "query" not in orders[1]):
         return {"integers", "floats"} | OF_QUERY | (NOT_OF_NSA if of_nsa else NSA)
     dims = [int(x) for of in re.findall(r"--head-dims? ([\d,]+)", command) for x in of.split(",")] or [128]
     portable = "--path portable" in command or not re.search(r"\bG?H[12]00\b", device)

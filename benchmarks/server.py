@@ -116,7 +116,7 @@ def vocabulary(folder: pathlib.Path) -> int:
 # ---------------------------------------------------------------- servers
 
 
-def vllm_command(args: argparse.Namespace, folder: pathlib.Path, attention: str, port: int) -> list[str]:
+def vllm_command(args: argparse.Namespace, folder: pathlib.Path, number: int, port: int) -> list[str]:
     command = [
         sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--served-model-name", "m",
         "--skip-tokenizer-init", "--dtype", "bfloat16", "--port", str(port),
@@ -125,14 +125,14 @@ def vllm_command(args: argparse.Namespace, folder: pathlib.Path, attention: str,
         "--enable-prefix-caching" if args.parts == ["cached"] else "--no-enable-prefix-caching",
         *([] if args.graphs else ["--enforce-eager"]), *(["--kv-cache-dtype", "fp8"] if args.fp8 else []),
     ]  # fmt: skip
-    if attention == "s2o":
+    if args.attentions[number] == "s2o":
         command += ["--attention-backend", "CUSTOM", "--additional-config", json.dumps({"s2o": args.config})]
     return [*command, *(["--load-format", "dummy"] if args.model == "8b" else [])]
 
 
-def sglang_command(args: argparse.Namespace, folder: pathlib.Path, attention: str, port: int) -> list[str]:
+def sglang_command(args: argparse.Namespace, folder: pathlib.Path, number: int, port: int) -> list[str]:
     # Its share is of the memory that is free when it starts.
-    share = args.memory / (1 - (port - args.port) * args.memory)
+    share = args.memory / (1 - number * args.memory)
     command = [
         sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder), "--served-model-name", "m",
         "--skip-tokenizer-init", "--dtype", "bfloat16", "--port", str(port),
@@ -142,7 +142,7 @@ def sglang_command(args: argparse.Namespace, folder: pathlib.Path, attention: st
         *([] if args.parts == ["cached"] else ["--disable-radix-cache"]),
         *([] if args.graphs else ["--disable-cuda-graph"]), *(["--kv-cache-dtype", "fp8_e4m3"] if args.fp8 else []),
     ]  # fmt: skip
-    if attention == "s2o":
+    if args.attentions[number] == "s2o":
         command += ["--prefill-attention-backend", "s2o"]
     return [*command, *(["--load-format", "dummy"] if args.model == "8b" else [])]
 
@@ -150,19 +150,26 @@ def sglang_command(args: argparse.Namespace, folder: pathlib.Path, attention: st
 COMMANDS: dict[str, Callable[..., list[str]]] = {"vllm": vllm_command, "sglang": sglang_command}
 
 
-class Server:
-    """One that has been started, and answers."""
+def free_port() -> int:
+    with socket.socket() as tried:
+        tried.bind(("127.0.0.1", 0))
+        return int(tried.getsockname()[1])
 
-    def __init__(self, args: argparse.Namespace, folder: pathlib.Path, attention: str, port: int) -> None:
-        self.args, self.port = args, port
-        self.attention = attention if attention not in args.attentions[: port - args.port] else f"{attention} again"
-        self.log = MODELS / f"{args.server}_{self.attention.replace(' ', '_')}.log"
+
+class Server:
+    """Number ``number`` of --attentions, which has been started, and answers."""
+
+    def __init__(self, args: argparse.Namespace, folder: pathlib.Path, number: int) -> None:
+        self.args, attention = args, args.attentions[number]
+        self.port = args.port + number if args.port else free_port()
+        self.attention = attention if attention not in args.attentions[:number] else f"{attention} again"
+        self.log = MODELS / f"{args.server}_{self.attention.replace(' ', '_')}_{self.port}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         if args.server == "sglang" and attention == "s2o":
             environment["S2O_CONFIG"] = json.dumps(args.config)
-        self.check_port(port)
-        command = [*COMMANDS[args.server](args, folder, attention, port), *args.more]
+        self.check_port(self.port)
+        command = [*COMMANDS[args.server](args, folder, number, self.port), *args.more]
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -240,10 +247,10 @@ def servers(args: argparse.Namespace, folder: pathlib.Path) -> Iterator[list[Ser
     """All of --attentions, at the same time."""
     started: list[Server] = []
     try:
-        for i, attention in enumerate(args.attentions):
-            if i:  # a server measures the memory that is free when it starts
+        for number in range(len(args.attentions)):
+            if started:  # a server measures the memory that is free when it starts
                 started[-1].wait()
-            started.append(Server(args, folder, attention, args.port + i))
+            started.append(Server(args, folder, number))
         started[-1].wait()
         yield started
     finally:
@@ -406,7 +413,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--density", action="store_true", help="of S2O where attention is even")
     parser.add_argument("--graphs", action="store_true", help="with CUDA graphs, as by default; a minute more")
     parser.add_argument("--fp8", action="store_true", help="keys and values in 8 bits (e4m3), in all servers")
-    parser.add_argument("--port", type=int, default=8011)
+    parser.add_argument("--port", type=int, help="of the first server; the next one has the next (default: free ones)")
     parser.add_argument("--start-timeout", type=float, default=300, help="seconds (default: %(default)s)")
     parser.add_argument("--json", help="write the result here")
     parser.add_argument("more", nargs="*", help="further arguments of the server, behind --")

@@ -218,8 +218,8 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     # ones, more blocks of units than one, and without causality units between them on three sides.
     *({"options": {"clusters": clusters}, "segment": 128, "seqlen_q": 900, "head_dim": head_dim}
       for clusters in (2, 4) for head_dim in (64, 96, 256)),
-    *({"options": {"unit": 16, "clusters": clusters}, "segment": 128, "seqlen_q": 2300, "head_dim": 128}
-      for clusters in (4, 8)),
+    *({"options": {"unit": 16, "clusters": clusters}, "segment": 128, "seqlen_q": 2300, "head_dim": head_dim}
+      for clusters in (4, 8) for head_dim in (64, 128)),
     *({"segment": 128, "seqlen_q": 2900, "head_dim": head_dim, "tau": 0.1} for head_dim in (64, 128, 256)),
     *({"segment": 128, "seqlen_q": 300, "seqlen_k": 5000 + more, "is_causal": False, "head_dim": 128, "dtype": dtype}
       for more in (0, 33) for dtype in DTYPES),

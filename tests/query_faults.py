@@ -69,7 +69,8 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
             ("one of a thread's two keys does not count", "key scores",
              "larger = Float16::larger_or_nan(d[2 * j], d[2 * j + 1]);", "larger = d[2 * j];"),
             ("keys have the share of a quarter", "key scores", "kClusters == 8 ? -3.f", "kClusters == 8 ? -2.f"),
-            ("a group of tiles comes twice", "key scores", "half ^ 1, group + 1, !kEachKey", "half ^ 1, group, !kEachKey"),
+            ("a group of tiles comes twice", "key scores", "half ^ 1, group + 1, !kEachKey",
+             "half ^ 1, group, !kEachKey"),
         ),
     ),
     (

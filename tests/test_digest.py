@@ -86,7 +86,8 @@ def test_what_changes_a_digest(checkout, file, text, changed):
         ("speed.py --head-dim 192 --orders mean,weight", "NVIDIA H200", ""),
         ("speed.py --path portable --orders mean,query:8", "NVIDIA H200", "integers query"),
         ("speed.py --head-dims 64,128 --lengths 131072", "NVIDIA H200", "floats query"),
-        ("nsa.py", "NVIDIA H200", ""), ("lists.py --lengths 131072", "NVIDIA H200", ""), ("video.py", "NVIDIA H200", ""),
+        ("nsa.py", "NVIDIA H200", ""), ("lists.py --lengths 131072", "NVIDIA H200", ""),
+        ("video.py", "NVIDIA H200", ""),
     ],
 )  # fmt: skip
 def test_what_only_one_order_launches_counts_for_results_with_it(checkout, command, device, depends):
@@ -137,4 +138,5 @@ def test_what_has_become_of_a_result_s_kernels(monkeypatch):
     assert digest.since(of_s2o) == "its kernels were not recorded"
     assert since(of_s2o, python=None) == "its Python was not recorded"
     assert since(of_s2o, python={"problem.py": "0"}) == "the Python around its kernels has changed since"
-    assert since(of_s2o, python={"digest": "0", "files": ["problem.py"]}) == "the Python around its kernels has changed since"
+    in_one = {"digest": "0", "files": ["problem.py"]}
+    assert since(of_s2o, python=in_one) == "the Python around its kernels has changed since"

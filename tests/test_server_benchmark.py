@@ -64,15 +64,16 @@ def server(monkeypatch, tmp_path):
     fake = tmp_path / "fake.py"
     fake.write_text(textwrap.dedent(FAKE))
     monkeypatch.setattr(module, "MODELS", tmp_path)
-    command = lambda args, folder, attention, port: [sys.executable, str(fake), str(port)]  # noqa: E731
+    command = lambda args, folder, number, port: [sys.executable, str(fake), str(port)]  # noqa: E731
     monkeypatch.setattr(module, "COMMANDS", {"vllm": command, "sglang": command})
     monkeypatch.setattr(module._common, "provenance", lambda device: {})
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     return module
 
 
-def measured(server, tmp_path, *arguments):
-    server.main([*map(str, arguments), "--port", str(free_port()), "--json", str(tmp_path / "x.json")])
+def measured(server, tmp_path, *arguments, port=free_port):
+    of_port = ["--port", str(port())] if port else []
+    server.main([*map(str, arguments), *of_port, "--json", str(tmp_path / "x.json")])
     return json.loads((tmp_path / "x.json").read_text())["rows"]
 
 
@@ -96,6 +97,17 @@ def test_two_servers_of_one_kind(server, tmp_path):
     rows = measured(server, tmp_path, "--model", "8b", *three)
     assert [row["attention"] for row in rows] == ["own", "s2o", "own again"] * 2
     assert {row["attention"] for row in rows if row["speedup"] == 1} == {"own"}
+
+
+def test_without_a_port_servers_take_free_ones(server, monkeypatch, tmp_path):
+    """So that two such scripts may run at the same time: logs are by port too."""
+    begun = []
+    monkeypatch.setattr(server.Server, "check_port", begun.append)
+    decode = ("--parts", "decode", "--lengths", 64, "--many", 8, "--repeats", 1)
+    rows = measured(server, tmp_path, "--model", "8b", *decode, port=None)
+    assert [row["attention"] for row in rows] == ["own", "s2o"] * 2
+    own, s2o = begun
+    assert own != s2o and (tmp_path / f"vllm_own_{own}.log").exists() and (tmp_path / f"vllm_s2o_{s2o}.log").exists()
 
 
 def test_what_a_prefix_cache_has_is_asked_before(server, monkeypatch, tmp_path):
@@ -135,7 +147,7 @@ def test_servers_are_stopped_with_the_script(tmp_path):
         sys.path.insert(0, {str(ROOT / "benchmarks")!r})
         import server
         server.MODELS = server.pathlib.Path({str(tmp_path)!r})
-        server.COMMANDS["vllm"] = lambda args, folder, attention, port: [
+        server.COMMANDS["vllm"] = lambda args, folder, number, port: [
             sys.executable, {str(tmp_path / "fake.py")!r}, str(port)]
         server.MEASURES["one"] = lambda *_: (print("asking", flush=True), time.sleep(60))
         server.main(["--parts", "one", "--port", "{port}", "--lengths", "64", "--many", "8"])
@@ -196,9 +208,9 @@ def test_command_lines(server):
 
     module = importlib.reload(server)
     args = module.parse(["--config", '{"tau": 0.02}', "--lengths", "4096", "--", "--seed", "1"])
-    own, s2o = (module.vllm_command(args, Path("m"), attention, 1) for attention in ("own", "s2o"))
+    own, s2o = (module.vllm_command(args, Path("m"), number, 1) for number in (0, 1))
     assert set(s2o) - set(own) == {"--attention-backend", "CUSTOM", "--additional-config", '{"s2o": {"tau": 0.02}}'}
-    own, s2o = (module.sglang_command(args, Path("m"), x, args.port + i) for i, x in enumerate(("own", "s2o")))
+    own, s2o = (module.sglang_command(args, Path("m"), number, 1) for number in (0, 1))
     assert {"--prefill-attention-backend", "s2o"} < set(s2o) - set(own)
     # Of the memory that the first one leaves the second takes as much.
     shares = [float(x[x.index("--mem-fraction-static") + 1]) for x in (own, s2o)]
@@ -208,11 +220,11 @@ def test_command_lines(server):
     cached = module.parse(["--parts", "cached"])
     without = {module.vllm_command: "--no-enable-prefix-caching", module.sglang_command: "--disable-radix-cache"}
     for command, off in without.items():
-        assert [off in command(x, Path("m"), "own", 1) for x in (args, cached)] == [True, False]
+        assert [off in command(x, Path("m"), 0, 1) for x in (args, cached)] == [True, False]
     # Of both attentions, in both servers: quick to start, or as they are started by default; keys in 8 bits if asked.
     default = module.parse(["--graphs", "--fp8"])
     for command, off in ((module.vllm_command, "--enforce-eager"), (module.sglang_command, "--disable-cuda-graph")):
-        for lines in ([command(x, Path("m"), attention, 1) for x in (args, default)] for attention in ("own", "s2o")):
+        for lines in ([command(x, Path("m"), number, 1) for x in (args, default)] for number in (0, 1)):
             assert [off in line for line in lines] == [True, False]
             assert ["--kv-cache-dtype" in line for line in lines] == [False, True]
 
