@@ -28,7 +28,8 @@ def _torch() -> Framework:
 
 def _jax() -> Framework:
     jax = pytest.importorskip("jax")
-    return Framework(jax.Array, jax.numpy.asarray)
+    cpu = jax.devices("cpu")[0]  # also where there is a GPU, which takes no float32
+    return Framework(jax.Array, lambda x: jax.device_put(x, cpu))
 
 
 FRAMEWORKS: dict[str, Callable[[], Framework]] = {

@@ -65,7 +65,7 @@ def test_the_first_process_counts_for_nothing(monkeypatch, tmp_path):
     def run(command, check, stdout):
         script, *options = command[1:]
         (path,) = (x.removeprefix("--json=") for x in options if x.startswith("--json="))
-        result = {"rows": rows_of_a_process(60 - len(started)), "python": {"files": ["integrations/jax.py"]}}
+        result = {"rows": rows_of_a_process(60 - len(started)), "python": {"integrations/jax.py": "0"}}
         Path(path).write_text(json.dumps(result))
         started.append((Path(script).name, options))
 

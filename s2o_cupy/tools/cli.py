@@ -91,10 +91,11 @@ RECORDED = {"trace": "the recorded trace", "retrieval": "a recorded prompt with 
 
 def _demo(args: argparse.Namespace) -> int:
     from . import demo
+    from .info import gpu_problem
     from .layer_files import head_names
     from .progress import progress
 
-    qkv = _input(args)
+    qkv = _input(args, on_gpu=not gpu_problem())
     note_not_finite(args.command, qkv)
     picture = None if args.no_picture else args.plot or "s2o_demo.png"
     source = RECORDED.get(" ".join(args.input), " ".join(args.input))
@@ -109,7 +110,7 @@ def _demo(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     from .info import gpu_problem
 
-    qkv, config = _input(args, dtype="bfloat16"), config_of(args)
+    qkv, config = _input(args, on_gpu=True), config_of(args)
     if problem := gpu_problem():
         return _unable(args, f"diff compares the GPU with the reference and needs a GPU: {problem}")
     from . import diffing
@@ -136,7 +137,8 @@ def _tune(args: argparse.Namespace) -> int:
         return _tune_layers(args)
     taus = taus_of(args, TAUS)
     check_out(args)
-    qkv, config, problem = _input(args), config_of(args), gpu_problem()
+    config, problem = config_of(args), gpu_problem()
+    qkv = _input(args, on_gpu=not problem)
     check_plot(args)
     with progress("tune") as report:
         found = tune(
@@ -222,7 +224,8 @@ def _compare(args: argparse.Namespace) -> int:
 
     given = [parse_method(x, "--method") for x in args.method or ()]
     configs = given or default_configs(not args.no_causal)
-    qkv, problem = _input(args), gpu_problem()
+    problem = gpu_problem()
+    qkv = _input(args, on_gpu=not problem)
     check_plot(args)
     with progress("compare") as report, says_which(args.method or (), given, "--method"):
         found = compare(
@@ -322,10 +325,11 @@ def _unable(args: argparse.Namespace, message: str) -> int:
     return UNABLE
 
 
-def _input(args: argparse.Namespace, dtype: str | None = None) -> inputs.QKV:
-    """The arrays that the arguments name; ``dtype`` is the default of built-in inputs."""
+def _input(args: argparse.Namespace, on_gpu: bool) -> inputs.QKV:
+    """The arrays that the arguments name. For a GPU, which takes 16 bits alone, patterns are bfloat16."""
     if len(args.input) == 1 and args.input[0] in inputs.names():
-        return inputs.builtin(args.input[0], dtype=args.dtype or dtype, seed=args.seed, **_sizes(args))
+        dtype = args.dtype or ("bfloat16" if on_gpu else None)
+        return inputs.builtin(args.input[0], dtype=dtype, seed=args.seed, **_sizes(args))
     if len(args.input) == 1 and not os.path.exists(args.input[0]) and os.sep not in args.input[0]:
         raise ValueError(f"{args.input[0]}: neither a file nor a built-in input ({', '.join(inputs.names())})")
     _refuse_sizes(args)
@@ -398,7 +402,7 @@ def parser(more: Sequence[Add] = ()) -> argparse.ArgumentParser:
         return sub
 
     demo = command("demo", _demo, "S2O on real attention inputs: density, error, time and a picture", INPUT_HELP)
-    _add_input(demo, "trace", "as stored, or float32")
+    _add_input(demo, "trace", "as stored, or float32, on a GPU bfloat16")
     add_config(demo, CONFIG)
     drawn = demo.add_mutually_exclusive_group()
     drawn.add_argument("--plot", help="the picture to write (default: s2o_demo.png)")
@@ -415,7 +419,7 @@ def parser(more: Sequence[Add] = ()) -> argparse.ArgumentParser:
     # Without abbreviations, as --tau would be one of --taus.
     tune = command("tune", _tune, "the tau of an error or a density, by a sample of segments", INPUT_HELP,
                    allow_abbrev=False)  # fmt: skip
-    _add_input(tune, "trace", "as stored, or float32")
+    _add_input(tune, "trace", "as stored, or float32, on a GPU bfloat16")
     target = tune.add_mutually_exclusive_group()
     target.add_argument("--error", type=float, help="find the largest tau with at most this rel_l2, over all heads")
     target.add_argument("--density", type=float, help="find the smallest tau with at most this share of pairs computed")
@@ -431,7 +435,7 @@ def parser(more: Sequence[Add] = ()) -> argparse.ArgumentParser:
     _add_scores(tune)
 
     versus = command("compare", _compare, "methods side by side: density, error and time", INPUT_HELP)
-    _add_input(versus, "trace", "as stored, or float32")
+    _add_input(versus, "trace", "as stored, or float32, on a GPU bfloat16")
     versus.add_argument(
         "--method", action="append", metavar="NAME[:FIELD=VALUE,...]",
         help=f"one to compare, such as xattention:stride=16 or, by head, s2o:tau=0.1/0.2; as often as wanted: "
