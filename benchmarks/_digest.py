@@ -25,7 +25,7 @@ NOT_OF_NSA = {"methods", "last_queries", "selection", "tail", "integers", "float
 # Kernels that count by themselves, as not all orders launch them, nor all GPUs: products of 8-bit integers and floats.
 OF_THEIR_OWN = {"selection/query_weights_int8.cu": "integers", "selection/query_weights_sm90.cu": "floats"}
 OF_QUERY = {"selection/orders/query.py"}  # Python that decides what rank="query" launches and nothing else
-WITHOUT_QUERY = ("benchmarks/nsa.py", "benchmarks/lists.py", "benchmarks/video.py")  # scripts that never order by it
+WITHOUT_QUERY = ("benchmarks/nsa.py", "benchmarks/lists.py")  # scripts that never order by it
 NOT_TIMED = "tools/"  # of s2o_cupy: what prints, draws and searches around the calls
 # Functions anywhere else that print, or answer a name that there is not.
 SAYS = {"__repr__", "__getattr__", "_where", "modules_with", "_public_names"}
@@ -96,15 +96,16 @@ def _others(result: Mapping[str, Any]) -> set[str]:
     """Folders and kernels of `kernels`, and files of `python`, that a result does not depend on."""
     command, device = result.get("command", ""), result.get("device", "")
     of_nsa = "benchmarks/nsa.py" in command
-    orders = re.search(r"--orders (\S+)", command)
+    orders = re.search(r"--orders[ =](\S+)", command)
     if any(script in command for script in WITHOUT_QUERY) or (orders and "query" not in orders[1]):
         return {"integers", "floats"} | OF_QUERY | (NOT_OF_NSA if of_nsa else NSA)
-    dims = [int(x) for of in re.findall(r"--head-dims? ([\d,]+)", command) for x in of.split(",")] or [128]
-    portable = "--path portable" in command or not re.search(r"\bG?H[12]00\b", device)
+    dims = [int(x) for of in re.findall(r"--head-dims?[ =]([\d,]+)", command) for x in of.split(",")] or [128]
+    # Floats are Hopper's, up to a head_dim of 128, integers all others'; of a GPU that is not known both count.
+    portable = bool(re.search(r"--path[ =]portable", command))
     others = set(NSA)
-    if not portable and max(dims) <= 128:  # floats are Hopper's, up to a head_dim of 128, integers all others'
+    if not portable and re.search(r"\bG?H[12]00\b", device) and max(dims) <= 128:
         others.add("integers")
-    if portable or min(dims) > 128:
+    if portable or min(dims) > 128 or re.search(r"\b(A\d|L4|RTX|B\d)", device):
         others.add("floats")
     return others
 

@@ -87,7 +87,8 @@ def test_what_changes_a_digest(checkout, file, text, changed):
         ("speed.py --path portable --orders mean,query:8", "NVIDIA H200", "integers query"),
         ("speed.py --head-dims 64,128 --lengths 131072", "NVIDIA H200", "floats query"),
         ("nsa.py", "NVIDIA H200", ""), ("lists.py --lengths 131072", "NVIDIA H200", ""),
-        ("video.py", "NVIDIA H200", ""),
+        ("video.py", "NVIDIA H200", "floats query"), ("speed.py", "NVIDIA H20", "integers floats query"),
+        ("speed.py --head-dim=256", "NVIDIA H200", "integers query"),
     ],
 )  # fmt: skip
 def test_what_only_one_order_launches_counts_for_results_with_it(checkout, command, device, depends):

@@ -115,3 +115,10 @@ def test_queries_are_asked_for_together(name, loads, folder):
     """No branch stands between the loads of a thread's queries: where it ends, those before it are waited for."""
     found = re.findall(r"LDG\.E\.128|BRA|BAR", disassembled(name, folder))
     assert "LDG.E.128 " * loads in " ".join(found) + " "
+
+
+@pytest.mark.parametrize(("head_dim", "clusters"), [(64, 4), (64, 8), (128, 8)])
+def test_no_product_of_queries_and_keys_is_taken_out(head_dim, clusters, tmp_path):
+    """Of four tiles a turn, by 64 columns at a time, in two loops: where each key is a group, and elsewhere."""
+    code = disassembled(f"query_weights_sm90-bfloat16-d{head_dim}-c{clusters}", tmp_path)
+    assert len(re.findall(r"\bQGMMA\.", code)) == 2 * 4 * head_dim // 64

@@ -32,8 +32,9 @@ struct QueryWeightTraits {
   static constexpr int kHeadDim = kHeadDim_, kThreads = 128;
   static constexpr int kSegments = 2, kQueries = 128;  // of a block; of a segment
   static constexpr int kGroup = 4, kStages = 2 * kGroup;  // tiles that are copied together; two such groups
-  // The tile of a group under whose product the other half is filled anew. It must be the second: with a head_dim of 64
-  // ptxas (12.3 to 13.5) takes a product out whose maxima LaneMaxima adds to the next one's where no branch is between.
+  // The tile of a group under whose product the other half is filled anew. It must be the second: ptxas (12.3 to 13.5)
+  // takes a product out whose maxima LaneMaxima adds to the next one's where no branch is between. This one keeps the
+  // first product, the wait for the next group the third (tests/test_machine_code.py).
   static constexpr int kRefill = 1;
   using Tile = KeyTile<kHeadDim>;
   // Where a segment's scores go, and how products become these.
@@ -109,7 +110,7 @@ struct TileStages {
   static constexpr int kGroup = Traits::kGroup;
   static constexpr int kBytes = kGroup * Traits::Tile::kBytes, kShareBytes = kGroup * kTileRows * 2;
 
-  // One thread has the copy engine bring a group.
+  // Has the copy engine bring a group; for one thread to call.
   static __device__ __forceinline__ void bring(Shared& shared, int half, int group, bool with_shares) {
     uint64& full = shared.full[half];
     barrier_expect(full, kBytes + (with_shares ? kShareBytes : 0));
@@ -129,7 +130,7 @@ struct TileStages {
   }
 };
 
-// What a thread has of a tile of keys, and of the stage it comes by.
+// What a thread has of a tile of keys.
 template <class Traits>
 struct TileKeys {
   using Tile = typename Traits::Tile;
