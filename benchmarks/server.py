@@ -151,6 +151,7 @@ COMMANDS: dict[str, Callable[..., list[str]]] = {"vllm": vllm_command, "sglang":
 
 
 def free_port() -> int:
+    """One that is free now: until a server listens there somebody else may take it."""
     with socket.socket() as tried:
         tried.bind(("127.0.0.1", 0))
         return int(tried.getsockname()[1])

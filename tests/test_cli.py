@@ -388,6 +388,15 @@ def test_diff_on_the_gpu():
     assert json.loads(result.stdout)["ok"] is True
 
 
+@pytest.mark.parametrize(
+    ("given", "on_gpu", "dtype"),
+    [([], False, "float32"), ([], True, "bfloat16"), (["--dtype", "float16"], True, "float16")],
+)
+def test_a_gpu_gets_patterns_as_it_takes_them(given, on_gpu, dtype):
+    args = cli.parser().parse_args(["compare", "slash", "--length", "64", *given])
+    assert {x.dtype.name for x in cli._input(args, on_gpu)} == {dtype}
+
+
 def test_progress_of_long_work(capsys):
     """A log gets a line now and then, with the time that is left, and nothing of quick work."""
     from s2o_cupy.tools import progress

@@ -190,6 +190,38 @@ def test_numbers_of_the_readme():
     assert max(losses) < 0 and "loss of two small models below dense attention's" in readme
 
 
+def rows_of(name, **of):
+    return [row for row in _published.result_of(name)["rows"] if all(row.get(key) == x for key, x in of.items())]
+
+
+def test_numbers_of_pages():
+    """Those of docs/accuracy.md, tuning.md and limits.md that new figures change."""
+    pages = (ROOT / "docs" / f"{name}.md" for name in ("accuracy", "tuning", "limits"))
+    accuracy, tuning, limits = (" ".join(text_of(page).split()) for page in pages)
+    default = rows_of("small_loss", default=True)
+    less = [-row["loss_difference"] for row in default]
+    assert f"between {max(less):.3f} and {min(less):.3f} nats a token less" in accuracy
+    assert all(row["copies_loss_difference"] < 0 for row in default)
+    off = max(row["worst_rows_above_half"] for row in default)
+    assert f"up to {100 * off:.1f} % of a layer's at 131,072 tokens" in accuracy
+    lost = {}
+    for length in (32768, 131072):
+        of = {"task": "all", "attention": "s2o", "rank": "weight", "length": length}
+        right = [row["right"] for name in ("retrieval", "retrieval_2") for row in rows_of(name, **of)]
+        lost[length] = sorted(round(100 * (1 - x)) for x in right)
+    (a, b), (c, d) = lost.values()
+    assert f"{a} to {b} % of the answers at 32,768 tokens, {c} to {d} % at 131,072" in accuracy
+    errors = [row["rel_l2"] for row in rows_of("speed_query", rank="query") if row["length"] > 8192]
+    assert f"is {min(errors):.2f} to {max(errors):.2f} (rel_l2)" in accuracy
+
+    asked = [row for row in rows_of("small_asked") if row.get("config", "").startswith("error=")]
+    over = max(max(row["rel_l2_by_layer"]) / float(row["config"].removeprefix("error=")) for row in asked)
+    assert f"erred by up to {over:.2f} times what was asked" in tuning
+    portable = {row["length"]: row for row in rows_of("speed_portable")}
+    long, short = (portable[n]["s2o_ms"] / portable[n]["cudnn_ms"] for n in (131072, 32768))
+    assert f"takes {long:.1f} of cuDNN's dense one at 131,072 tokens and {short:.1f} at 32,768" in limits
+
+
 # ---------------------------------------------------------------- what makes them
 
 

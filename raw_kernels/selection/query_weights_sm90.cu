@@ -19,7 +19,7 @@
 
 namespace s2o {
 
-// Where a block's tiles lie in memory: rows and shares, those of the first tile.
+// This is where a block's first tile lies in memory: its rows and their shares. The next tiles follow.
 struct TileSource {
   const unsigned char* rows;
   const uint16* shares;
@@ -31,10 +31,10 @@ struct QueryWeightTraits {
   static constexpr int kClusters = kClusters_;  // groups of keys of a unit
   static constexpr int kHeadDim = kHeadDim_, kThreads = 128;
   static constexpr int kSegments = 2, kQueries = 128;  // of a block; of a segment
-  static constexpr int kGroup = 4, kStages = 2 * kGroup;  // tiles that are copied together; two such groups
-  // The tile of a group under whose product the other half is filled anew. It must be the second: ptxas (12.3 to 13.5)
-  // takes a product out whose maxima LaneMaxima adds to the next one's where no branch is between. This one keeps the
-  // first product, the wait for the next group the third (tests/test_machine_code.py).
+  static constexpr int kGroup = 4, kStages = 2 * kGroup;  // a group of tiles, copied together; two groups
+  // Under the product of this tile of a group the other half is filled anew. It must be the second: where no branch is
+  // between, ptxas (12.3 to 13.5) takes a product out whose maxima LaneMaxima adds to the next one's. This branch keeps
+  // the first product, the wait for the next group the third (tests/test_machine_code.py).
   static constexpr int kRefill = 1;
   using Tile = KeyTile<kHeadDim>;
   // Where a segment's scores go, and how products become these.
@@ -110,7 +110,7 @@ struct TileStages {
   static constexpr int kGroup = Traits::kGroup;
   static constexpr int kBytes = kGroup * Traits::Tile::kBytes, kShareBytes = kGroup * kTileRows * 2;
 
-  // Has the copy engine bring a group; for one thread to call.
+  // Has the copy engine bring a group of tiles; for one thread to call.
   static __device__ __forceinline__ void bring(Shared& shared, int half, int group, bool with_shares) {
     uint64& full = shared.full[half];
     barrier_expect(full, kBytes + (with_shares ? kShareBytes : 0));
@@ -121,8 +121,8 @@ struct TileStages {
   static __device__ __forceinline__ void wait_for(Shared& shared, int half, int group) {
     barrier_wait(shared.full[half], group / 2 & 1);
   }
-  // This thread is done with a group. No sooner than its tiles have been multiplied: the copy engine overtakes reads that
-  // are merely on their way, as products that read shared memory at its full rate hold them up. Each thread arrives for
+  // This thread is done with a group of tiles, no sooner than they have been multiplied: the copy engine overtakes reads
+  // that are merely on their way, as products that read shared memory at its full rate hold them up. Each thread arrives for
   // its own reads, which racecheck follows; it does not see that __syncwarp would do for one of a warp.
   static __device__ __forceinline__ void leave(Shared& shared, int half) { barrier_arrive(shared.empty[half]); }
   static __device__ __forceinline__ void wait_until_left(Shared& shared, int half, int group) {

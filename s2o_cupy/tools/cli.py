@@ -86,6 +86,7 @@ def main(argv: Sequence[str] | None = None, more: Sequence[Add] = ()) -> int:
 # ---------------------------------------------------------------- commands
 
 
+DTYPES_OF_BUILT_IN = "recorded inputs as stored, patterns as float32, on a GPU as bfloat16"
 RECORDED = {"trace": "the recorded trace", "retrieval": "a recorded prompt with questions"}
 
 
@@ -402,7 +403,7 @@ def parser(more: Sequence[Add] = ()) -> argparse.ArgumentParser:
         return sub
 
     demo = command("demo", _demo, "S2O on real attention inputs: density, error, time and a picture", INPUT_HELP)
-    _add_input(demo, "trace", "as stored, or float32, on a GPU bfloat16")
+    _add_input(demo, "trace", DTYPES_OF_BUILT_IN)
     add_config(demo, CONFIG)
     drawn = demo.add_mutually_exclusive_group()
     drawn.add_argument("--plot", help="the picture to write (default: s2o_demo.png)")
@@ -419,7 +420,7 @@ def parser(more: Sequence[Add] = ()) -> argparse.ArgumentParser:
     # Without abbreviations, as --tau would be one of --taus.
     tune = command("tune", _tune, "the tau of an error or a density, by a sample of segments", INPUT_HELP,
                    allow_abbrev=False)  # fmt: skip
-    _add_input(tune, "trace", "as stored, or float32, on a GPU bfloat16")
+    _add_input(tune, "trace", DTYPES_OF_BUILT_IN)
     target = tune.add_mutually_exclusive_group()
     target.add_argument("--error", type=float, help="find the largest tau with at most this rel_l2, over all heads")
     target.add_argument("--density", type=float, help="find the smallest tau with at most this share of pairs computed")
@@ -435,7 +436,7 @@ def parser(more: Sequence[Add] = ()) -> argparse.ArgumentParser:
     _add_scores(tune)
 
     versus = command("compare", _compare, "methods side by side: density, error and time", INPUT_HELP)
-    _add_input(versus, "trace", "as stored, or float32, on a GPU bfloat16")
+    _add_input(versus, "trace", DTYPES_OF_BUILT_IN)
     versus.add_argument(
         "--method", action="append", metavar="NAME[:FIELD=VALUE,...]",
         help=f"one to compare, such as xattention:stride=16 or, by head, s2o:tau=0.1/0.2; as often as wanted: "
