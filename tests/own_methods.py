@@ -22,7 +22,7 @@ class LargestKeys:
         xp, (batch, kv_heads, seqlen_k, head_dim) = array_namespace(q), k.shape
         blocks = -(-seqlen_k // BLOCK)
         missing = xp.zeros((batch, kv_heads, blocks * BLOCK - seqlen_k, head_dim), dtype=k.dtype, device=device(k))
-        squares = xp.concat((k, missing), axis=2) ** 2
+        squares = xp.astype(xp.concat((k, missing), axis=2), xp.float32) ** 2  # CuPy sorts no bfloat16
         sums = xp.sum(xp.reshape(squares, (batch, kv_heads, blocks, -1)), axis=-1)
         least = xp.sort(sums, axis=-1)[..., -max(1, int(self.share * blocks)), None]
         tiles = -(-q.shape[2] // BLOCK)
