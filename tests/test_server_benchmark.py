@@ -103,6 +103,7 @@ def test_without_a_port_servers_take_free_ones(server, monkeypatch, tmp_path):
     """So that two such scripts may run at the same time: logs are by port too."""
     begun = []
     monkeypatch.setattr(server.Server, "check_port", begun.append)
+    monkeypatch.setattr(server, "DECODED", 4)
     decode = ("--parts", "decode", "--lengths", 64, "--many", 8, "--repeats", 1)
     rows = measured(server, tmp_path, "--model", "8b", *decode, port=None)
     assert [row["attention"] for row in rows] == ["own", "s2o"] * 2
