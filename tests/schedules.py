@@ -28,7 +28,7 @@ def _torch() -> Framework:
 
 def _jax() -> Framework:
     jax = pytest.importorskip("jax")
-    cpu = jax.devices("cpu")[0]  # also where there is a GPU, which takes no float32
+    cpu = jax.devices("cpu")[0]  # tests send float32, which a GPU does not take
     return Framework(jax.Array, lambda x: jax.device_put(x, cpu))
 
 
