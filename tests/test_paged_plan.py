@@ -18,7 +18,7 @@ from s2o_cupy.tools.catalogue import kernels_for
 
 PROBLEM = Problem(1, 8, 2, 5000, 5000, 128, "bfloat16", True, 0.1)
 READERS = (  # of k or v
-    "pass1", "pass2", "guides", "part_moments", "add_tail", "unit_keys", "unit_clusters", "key_scores",
+    "pass1", "pass2", "pass2_tail", "guides", "part_moments", "add_tail", "unit_keys", "unit_clusters", "key_scores",
 )
 
 

@@ -12,18 +12,27 @@ from s2o_cupy.plan.launches import launches, workspace
 from s2o_cupy.spec import GRAIN_KEYS, Geometry, S2OConfig, moment_group, moment_keys
 
 
+def launched(problem, config, **options):
+    """Its plan and its launches."""
+    plan, width = plan_of(problem, config), problem.head_dim
+    of_q, of_k = (
+        Operand(0, (1, n, length, width), (0, length * width, width))
+        for n, length in ((problem.heads, problem.seqlen_q), (problem.kv_heads, problem.seqlen_k))
+    )
+    operands = {"q": of_q, "k": of_k, "v": of_k, "out": of_q}
+    return plan, launches(plan, problem, config, operands, workspace(plan, problem, config), **options)
+
+
 @pytest.mark.parametrize("path", ["portable", "hopper"])
 def test_moments_of_the_groups_that_segments_have(path):
     """A chunk makes those of its own segments alone, of as many leading keys as the whole prompt's would."""
     problem, config = a_problem(seqlen_q=2000, seqlen_k=20_000), S2OConfig(tail="first_order", path=path)
-    plan = plan_of(problem, config)
-    of_q, of_k = (Operand(0, (1, n, 20_000, 128), (0, 20_000 * 128, 128)) for n in (8, 2))
-    operands = {"q": of_q, "k": of_k, "v": of_k, "out": of_q}
-    memory = workspace(plan, problem, config)
-    steps = {x.stage: x for x in launches(plan, problem, config, operands, memory)}
+    plan, found = launched(problem, config)
+    memory, steps = workspace(plan, problem, config), {x.stage: x for x in found}
     groups = sorted({plan.geometry.moment_group(n) for n in range(plan.geometry.segments)})
     assert groups == [moment_group(18_000), moment_group(19_900)]
-    for stage in ("key_moments", "add_tail"):
+    adder = "pass2" if path == "hopper" else "add_tail"
+    for stage in ("key_moments", adder):
         assert (steps[stage].params["first_group"], steps[stage].params["groups"]) == (groups[0], 2)
     grain = 2 ** plan.geometry.grain_shift
     assert grain == 16  # 18,000 is so many times an odd number
@@ -33,8 +42,9 @@ def test_moments_of_the_groups_that_segments_have(path):
     assert steps["part_moments"].blocks == 2 * parts and steps["key_moments"].blocks == 2 * 128 // 8
     assert memory.places["part_products"].shape == (2, parts, 128, 128)
     assert memory.places["covariances"].shape == (2, 2, 128, 128)
-    bases = {place: name for place, name, _ in steps["add_tail"].pointers}
-    fields = steps["add_tail"].params.dtype.fields
+    assert ("add_tail" in steps) == (path == "portable")
+    bases = {place: name for place, name, _ in steps[adder].pointers}
+    fields = steps[adder].params.dtype.fields
     assert bases[fields["lse"][1]] == "lse" and bases[fields["covariances"][1]] == "workspace"
     assert "lse" in memory.places  # where nobody asks for it
     plain = S2OConfig(tail="none", path=path)
@@ -73,14 +83,17 @@ def test_where_covariances_come_with_samples(compute_capability, head_dim, buffe
         assert 2 * (kernel.shared_bytes + 1024) <= limits.shared_per_multiprocessor
 
 
-@pytest.mark.parametrize(("path", "head_dim", "function"), [
-    ("hopper", 40, "add_tail_sm90"), ("hopper", 128, "add_tail_sm90"), ("hopper", 136, "add_tail"),
-    ("portable", 128, "add_tail"),
+@pytest.mark.parametrize(("path", "head_dim", "block_m", "functions"), [
+    ("hopper", 40, 128, ["pass2_tail_sm90"]), ("hopper", 128, 128, ["pass2_tail_sm90"]),
+    ("hopper", 128, 64, ["pass2_sm90", "add_tail"]), ("hopper", 136, 128, ["pass2_sm90", "add_tail"]),
+    ("portable", 128, 128, ["pass2", "add_tail"]),
 ])  # fmt: skip
-def test_who_adds_the_tail_on_hopper(path, head_dim, function):
-    problem = a_problem(seqlen_q=9000, head_dim=head_dim)
-    kernel = plan_of(problem, S2OConfig(tail="first_order", path=path)).method.tail.add_tail
-    assert (kernel.function, kernel.role) == (function, "add_tail")
-    if function == "add_tail_sm90":
-        blocks = kernel.family.blocks_per_multiprocessor
-        assert blocks * (kernel.shared_bytes + 1024) <= LIMITS[90].shared_per_multiprocessor
+def test_who_adds_the_tail(path, head_dim, block_m, functions):
+    """On Hopper pass 2 itself, where a tile of keys is as large as a sample."""
+    problem, config = a_problem(seqlen_q=9000, head_dim=head_dim), S2OConfig(path=path, block_m=block_m)
+    _, steps = launched(problem, config)
+    assert [x.kernel.function for x in steps if x.stage in ("pass2", "add_tail")] == functions
+    _, without = launched(problem, config, adds_tail=False)
+    assert {x.kernel.function for x in without if x.stage in ("pass2", "add_tail")} <= {"pass2", "pass2_sm90"}
+    pass2 = next(x.kernel for x in steps if x.stage == "pass2")
+    assert pass2.shared_bytes <= LIMITS[90].shared_per_block

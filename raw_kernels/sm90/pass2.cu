@@ -21,6 +21,11 @@ __device__ __forceinline__ void pass2_sm90(const AttentionParams& params, typena
 }
 
 template <class Traits>
+__device__ __forceinline__ void pass2_tail_sm90(const TailAttentionParams& params, typename Traits::Shared& shared) {
+  sm90::attend_second<Traits, OrderedRows<Traits::kBlockM>>(params, shared);
+}
+
+template <class Traits>
 __device__ __forceinline__ void pass2_listed_sm90(const ListedAttentionParams& params,
                                                   typename Traits::Shared& shared) {
   sm90::attend_second<Traits, ListedRows<Traits::kBlockM>>(params, shared);

@@ -215,7 +215,31 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
         if (!kTakesLate && tile == 1) look_up_next<Rows>(params, shared, row);
       }
     }
-    voted += (tile > tiles + kPastEnd ? tiles + kTilesPerStopCheck - 1 : tile - kStages + 1) / kTilesPerStopCheck;
+    const int stop_checks =
+        (tile > tiles + kPastEnd ? tiles + kTilesPerStopCheck - 1 : tile - kStages + 1) / kTilesPerStopCheck;
+    voted += stop_checks;
+    if constexpr (kAddsTail<Traits>) {
+      const int visited = stop_checks * kStopCheckKeys, left = count - visited;
+      if (left > 0) {
+        const int i = visited + sample_place(row, left), sample = Rows::unit(params, order, i);
+        barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
+        const int64 moments = moments_of(params, rows);
+        if (row < Traits::kHeadDim)
+          cp_async_4(shared_address(shared.mean_values + row), params.mean_values + moments * Traits::kHeadDim + row);
+        layout.template gather<kBlockN>(
+            shared_address(shared.v[v_ring.slot]),
+            params.covariances + moments * (Traits::kHeadDim * Traits::kHeadDim),
+            row < Traits::kHeadDim ? row * (Traits::kHeadDim / 8) : kNoRow, Traits::kHeadDim == kBlockN && whole_rows);
+        barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
+        v_ring.advance();
+        int slot_of_sample = Rows::key(params, sample, i);
+        if constexpr (kPaged) slot_of_sample = pages.slot(pages.of(table_row), slot_of_sample);
+        barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
+        layout.template gather<kBlockN>(shared_address(shared.k[k_ring.slot]), k, k_units(slot_of_sample), whole_rows);
+        barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
+        k_ring.advance();
+      }
+    }
     if (kTakesLate) {
       if (threadIdx.x == 0) take_next<Rows>(params, shared);
       look_up_next<Rows>(params, shared, row);

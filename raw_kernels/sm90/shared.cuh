@@ -3,6 +3,8 @@
 #include "common/tau_ladder.cuh"
 #include "common/value_skip.cuh"
 #include "sm90/hopper.cuh"
+#include "sm90/wgmma_tile.cuh"
+#include "tail/with_tail.cuh"
 
 namespace s2o {
 
@@ -28,7 +30,7 @@ constexpr int kCopierRegisters = 40, kFirstConsumerRegisters = 232;  // pass 1, 
 // outputs of head_dim 256 leave no more.
 template <class Traits>
 constexpr bool kProducesMore =
-    Traits::kHeadDim <= 128 && !kSkipsValues<Traits> && (Traits::kPaged || kWalksLadder<Traits>);
+    Traits::kHeadDim <= 128 && !kSkipsValues<Traits> && (Traits::kPaged || kWalksLadder<Traits> || kAddsTail<Traits>);
 template <class Traits>
 constexpr int kProducerRegisters = kProducesMore<Traits> ? 88 : 72;
 template <class Traits>

@@ -8,6 +8,7 @@ namespace s2o {
 constexpr int kTailSamples = spec::kTailSamples;
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kLargestSum = 1e12f;  // of weights, in units of what a row has found: their squares are finite
+constexpr float kLargestSize = 30.f;  // of one of them, in units of log2
 
 // Of products of queries and keys.
 struct TailScores {
@@ -35,6 +36,13 @@ struct SampleSums {
   static __device__ __forceinline__ float of_quad(float x) {
     x += __shfl_xor_sync(kFullWarp, x, 1);
     return x + __shfl_xor_sync(kFullWarp, x, 2);
+  }
+  // Of row h, of which this thread's samples are at most 2^size times what it has found: where they may be too many for
+  // a sum, they are counted in units of the largest.
+  __device__ __forceinline__ void set_base(int h, float found, float size) {
+    size = fmaxf(size, __shfl_xor_sync(kFullWarp, size, 1));
+    size = fmaxf(size, __shfl_xor_sync(kFullWarp, size, 2));
+    base[h] = found + (size > kLargestSize ? size : 0.f);
   }
   // Of products with kTiles * 8 samples.
   template <int kTiles, class Product>

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -73,6 +74,7 @@ class Stages(NamedTuple):
 
 
 CALL = Stages(workspace, launches)
+WITHOUT_TAIL = Stages(workspace, functools.partial(launches, adds_tail=False))
 
 
 COLLECTED = ("keys", "values")  # of a paged cache, arrays in the workspace

@@ -209,6 +209,10 @@ class Path:
         """What does the same at tau 0 for two query heads at a time that share lists; None: it has nothing faster."""
         return None
 
+    def with_tail(self, pass2: Kernel) -> Kernel | None:
+        """What also adds what unvisited candidates count for; None: that takes a launch of its own."""
+        return None
+
     def laddered(self, pass2: Kernel) -> Kernel:
         """What finds the error of sampled segments at a ladder of taus."""
         raise NotImplementedError

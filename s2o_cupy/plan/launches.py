@@ -51,18 +51,22 @@ def launches(
     operands: dict[str, Operand],
     memory: Workspace,
     paging: Paging | None = None,
+    adds_tail: bool = True,
 ) -> tuple[Launch, ...]:
-    """All launches of a call in order; for the arguments see `Builder`."""
+    """All launches of a call in order; for the arguments see `Builder`. ``adds_tail``: False leaves out what unvisited
+    candidates count for, and decides all else alike."""
     build = Builder(problem, plan.geometry, operands, memory, paging)
     found = [_collect_pages(build, plan.collect_pages, paging)] if plan.collect_pages else []
     found.append(attention_launch(build, "pass1", plan.pass1, plan.of_pass, plan.pass1_grid))
     if plan.method.visits:
         found += [*head_taus.launches(build, problem, config), *plan.method.before_rounds(build)]
+        pass2, more = plan.method.pass2(plan.pass2) if adds_tail else (plan.pass2, {})
         for i, chunk in enumerate(plan.chunks):
             found += plan.method.before_pass2(build, chunk)
             further = {"next_q_tile": 4 * (1 + i)}
-            found.append(attention_launch(build, "pass2", plan.pass2, plan.of_pass, plan.grid(chunk), further))
-            found += plan.method.after_pass2(build, chunk)
+            found.append(attention_launch(build, "pass2", pass2, plan.of_pass, plan.grid(chunk), further, **more))
+            if adds_tail:
+                found += plan.method.after_pass2(build, chunk)
     return tuple(found)
 
 

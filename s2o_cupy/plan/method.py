@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..problem import Problem
 from ..spec import Geometry, S2OConfig
 from .build import Array, Builder, InTurns, Launch
 from .device import DeviceLimits
-from .kernels import Inputs, Path
+from .kernels import Inputs, Kernel, Path
 from .rounds import Chunk
 
 __all__ = ["Choose", "Method", "NothingChosen", "Setting"]
@@ -66,6 +66,9 @@ class Method(Protocol):
     def before_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
         """What it launches in each round."""
 
+    def pass2(self, kernel: Kernel) -> tuple[Kernel, dict[str, Any]]:
+        """``kernel``, or what takes its place as pass 2, and what that is given besides AttentionParams."""
+
     def after_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
         """Likewise, with pass 2's output."""
 
@@ -85,6 +88,9 @@ class NothingChosen:
 
     def before_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
         return []
+
+    def pass2(self, kernel: Kernel) -> tuple[Kernel, dict[str, Any]]:
+        return kernel, {}
 
     def after_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
         return []

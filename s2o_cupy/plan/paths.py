@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..problem import GPU_BLOCK_M, Problem
-from ..spec import Geometry, Pass
+from ..spec import TAIL_SAMPLES, Geometry, Pass
 from .device import DeviceLimits
 from .kernels import BOX_COLUMNS, Family, Inputs, Kernel, Path, padded_head_dim
 from .rounds import STEP
@@ -236,6 +236,12 @@ class _Hopper(Path):
     def packed(self, pass1: Kernel) -> Kernel:
         return replace(pass1, family=_PACKED_SM90[pass1.family])
 
+    def with_tail(self, pass2: Kernel) -> Kernel | None:
+        """Of tiles of 128: a tile of keys is then as large as a sample."""
+        if pass2.family is not PASS2_SM90 or hopper_block_n(pass2.head_dim) != TAIL_SAMPLES:
+            return None
+        return replace(pass2, family=PASS2_TAIL_SM90, shared_bytes=pass2.shared_bytes + pass2.head_dim * 4)
+
     def laddered(self, pass2: Kernel) -> Kernel:
         return replace(pass2, family=_LADDER_SM90[pass2.family])
 
@@ -268,6 +274,8 @@ class _Hopper(Path):
             pass2 = self.pass2(inputs, limits, block_m)
             yield pass2
             yield (listed := self.listed(pass2))  # of the last queries
+            if with_tail := self.with_tail(pass2):
+                yield with_tail
             if paired := self.paired(listed):
                 yield paired
             if skips_values:
@@ -311,6 +319,10 @@ PASS2_SKIPPING_SM90 = replace(
     traits=f"SkippingTraits<s2o::{_HOPPER_TRAITS}>",
 )  # fmt: skip
 
+PASS2_TAIL_SM90 = replace(
+    PASS2_SM90, function="pass2_tail_sm90", params_type="TailAttentionParams",
+    traits=f"WithTail<s2o::{_HOPPER_TRAITS}>",
+)  # fmt: skip
 PASS2_LADDER_SM90 = replace(
     PASS2_SM90, function="pass2_ladder_sm90", params_type="LadderAttentionParams",
     traits=f"LadderTraits<s2o::{_HOPPER_TRAITS}>",

@@ -10,9 +10,8 @@ from typing import Any
 from ..spec import TAIL_SAMPLES, moment_group, moment_keys
 from .build import Array, Builder, Launch
 from .device import DeviceLimits
-from .kernels import Family, Inputs, Kernel, Path
+from .kernels import Family, Inputs, Kernel
 from .method import Setting
-from .paths import HOPPER
 from .rounds import Chunk
 from .turns import bytes_before, heads_in_turns
 
@@ -32,10 +31,6 @@ KEY_MOMENTS = Family(
 ADD_TAIL = Family(
     "add_tail", "tail/add_tail.cu", "AddTailParams", 256, "({head_dim} > 128 ? 1 : 2)",
     "TailTraits<{element}, {head_dim}, {stages}, {aligned}, {paged}>",
-)  # fmt: skip
-ADD_TAIL_SM90 = Family(
-    "add_tail_sm90", "tail/add_tail_sm90.cu", "AddTailParams", 256, 3, "TailSm90Traits<{element}, {head_dim}, {paged}>",
-    path=HOPPER,
 )  # fmt: skip
 
 
@@ -67,12 +62,7 @@ def buffers_for(head_dim: int, limits: DeviceLimits) -> int:
     return 2 if head_dim <= TAIL_SAMPLES and fits else 1
 
 
-def add_tail(inputs: Inputs, path: Path, limits: DeviceLimits) -> Kernel:
-    if inputs.aligned and inputs.head_dim <= path.wgmma_head_dim:
-        return Kernel(
-            ADD_TAIL_SM90, inputs.dtype, inputs.head_dim, softcap=inputs.softcap, paged=inputs.paged,
-            shared_bytes=tail_shared(inputs.head_dim, TAIL_SAMPLES + inputs.head_dim),
-        )  # fmt: skip
+def add_tail(inputs: Inputs, limits: DeviceLimits) -> Kernel:
     buffers = buffers_for(inputs.head_dim, limits)
     return Kernel(
         ADD_TAIL, inputs.dtype, inputs.head_dim, inputs.aligned, stages=buffers, softcap=inputs.softcap,
@@ -80,9 +70,9 @@ def add_tail(inputs: Inputs, path: Path, limits: DeviceLimits) -> Kernel:
     )  # fmt: skip
 
 
-def catalogue(inputs: Inputs, path: Path, limits: DeviceLimits) -> tuple[Kernel, ...]:
+def catalogue(inputs: Inputs, limits: DeviceLimits) -> tuple[Kernel, ...]:
     """What calls with such inputs may choose."""
-    return part_moments(inputs), key_moments(inputs), add_tail(inputs, path, limits)
+    return part_moments(inputs), key_moments(inputs), add_tail(inputs, limits)
 
 
 class Tail:
@@ -91,7 +81,9 @@ class Tail:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.part_moments, self.key_moments = part_moments(setting.inputs), key_moments(setting.inputs)
-        self.add_tail = add_tail(setting.inputs, setting.path, setting.limits)
+        pass2 = setting.path.pass2(setting.inputs, setting.limits, setting.config.block_m)
+        self.in_pass2 = setting.path.with_tail(pass2)  # what adds it; None: add_tail does
+        self.add_tail = add_tail(setting.inputs, setting.limits)
         geometry = setting.geometry
         self.first_group = geometry.moment_group(0)  # groups ascend with segments
         last_group = geometry.moment_group(geometry.segments - 1)
@@ -141,8 +133,16 @@ class Tail:
                          further=further),
         ]  # fmt: skip
 
-    def after_pass2(self, build: Builder, chunk: Chunk) -> Launch:
-        """What they stand for, added to a chunk's output."""
+    def pass2(self, kernel: Kernel) -> tuple[Kernel, dict[str, Any]]:
+        """As `Method.pass2`."""
+        if self.in_pass2 is None:
+            return kernel, {}
+        return self.in_pass2, {"scale": self.setting.problem.scale, **self._groups}
+
+    def after_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
+        """What they stand for, added to a chunk's output where pass 2 has not done so."""
+        if self.in_pass2:
+            return []
         s = self.setting
         tiles = s.geometry.block_count(s.config.block_m)
         values: dict[str, Any] = {name: build.tensors[name] for name in ("q", "k", "out")}
@@ -157,7 +157,7 @@ class Tail:
             "softcap": s.problem.softcap,
         }
         values |= {"geometry": build.geometry, "pages": build.pages, **self._groups}
-        return build.launch("add_tail", self.add_tail, chunk.rows * tiles, values, chunk)
+        return [build.launch("add_tail", self.add_tail, chunk.rows * tiles, values, chunk)]
 
     @property
     def _groups(self) -> dict[str, int]:

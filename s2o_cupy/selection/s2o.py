@@ -234,8 +234,11 @@ class S2O:
         found.append(build.launch("rank_keys", self.key_order_head, chunk.rows, values, chunk))
         return found
 
+    def pass2(self, kernel: Kernel) -> tuple[Kernel, dict[str, Any]]:
+        return self.tail.pass2(kernel) if self.tail else (kernel, {})
+
     def after_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
-        return [self.tail.after_pass2(build, chunk)] if self.tail else []
+        return self.tail.after_pass2(build, chunk) if self.tail else []
 
     @property
     def _pooled_queries(self) -> int:

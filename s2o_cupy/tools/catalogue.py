@@ -50,7 +50,7 @@ def _kernels(limits: DeviceLimits) -> Iterator[Kernel]:
                 yield from path.catalogue(inputs, limits, packed, skips_values)
                 if not softcap:
                     yield from itertools.chain.from_iterable(method.catalogue(inputs, path) for method in METHODS)
-                yield from tail.catalogue(inputs, path, limits)
+                yield from tail.catalogue(inputs, limits)
                 if not paged:
                     yield from _of_sampled_segments(inputs, path, limits)
         yield from error_search.kernels(Inputs(dtype, head_dim))

@@ -19,19 +19,10 @@ Array = Any  # numpy.ndarray
 
 
 class BeforeTail(NamedTuple):
-    """What pass 2 left, on the host."""
+    """What visited keys alone give, on the host."""
 
     o: Array  # [B, H, Lq, D], of the input's dtype
     lse: Array  # float32 [B, H, Lq]
-
-    def take(self, chunk: Any, geometry: Geometry, o: Array, lse: Array) -> None:
-        """The rows of a chunk."""
-        heads = o.shape[1]
-        begin = geometry.queries(chunk.first_segment)[0]
-        end = geometry.queries(chunk.first_segment + chunk.segments - 1)[1]
-        for head in range(chunk.first_head, chunk.first_head + chunk.heads):
-            at = (*divmod(head, heads), slice(begin, end))
-            self.o[at], self.lse[at] = o[at], lse[at]
 
 
 @dataclass
@@ -109,10 +100,6 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig, cache: 
         elif stage == "unit_keys":
             of_units = host("unit_keys").view(q.dtype).astype(np.float32)
             stages.unit_keys = of_units.reshape(batch, kv_heads, geometry.units, 2, -1)[..., :head_dim]
-        elif stage == "pass2" and config.adds_tail:
-            if stages.before_tail is None:
-                stages.before_tail = BeforeTail(cupy.asnumpy(out), cupy.asnumpy(lse))
-            stages.before_tail.take(arrays["chunk"], geometry, cupy.asnumpy(out), cupy.asnumpy(lse))
         elif stage == "rank_keys":
             chunk = arrays["chunk"]
             scores, orders = host("scores"), host("k_order")
@@ -123,7 +110,8 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig, cache: 
                     stages.scores[n][at] = scores[row][ranked]
                     stages.k_order[n][at] = orders[row][: listed(n, geometry)]
 
-    out = cupy.full(q.shape, np.nan, np.float32).astype(q.dtype)
+    unwritten = cupy.full(q.shape, np.nan, np.float32).astype(q.dtype)
+    out = unwritten.copy()
     lse = cupy.full(q.shape[:3], np.nan, np.float32)
     visited = cupy.empty(problem.visited_shape(config), np.int32)
     operands = (operand(q, "BHSD"), operand(k, "BHSD"), operand(v, "BHSD"), operand(out, "BHSD"))
@@ -137,6 +125,10 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig, cache: 
         paging = Paging(address(table), stride, page_size, pages, (k_scale, v_scale))
     stream = cupy.cuda.get_current_stream().ptr
     call = Call(operands, address(lse), address(visited), problem, paging)
+    if config.adds_tail:  # which pass 2 may add itself
+        pipeline.run_stages(call, config, pipeline.WITHOUT_TAIL, stream=stream, memory=pipeline.allocate, taus=0)
+        stages.before_tail = BeforeTail(cupy.asnumpy(out), cupy.asnumpy(lse))
+        out[...], lse[...] = unwritten, np.nan
     plan = pipeline.run(call, config, stream=stream, observe=observe)
     stages.path, stages.path_reason = plan.path, plan.path_reason
     stages.visited, stages.o, stages.lse = (cupy.asnumpy(x) for x in (visited, out, lse))

@@ -1,0 +1,26 @@
+// What unvisited candidates count for, added by pass 2 itself: what it is given besides, and which kernels do so.
+#pragma once
+#include "tail/tail_places.cuh"
+
+namespace s2o {
+
+struct TailAttentionParams : AttentionParams {
+  const float* mean_values;   // [batch * kv_heads, groups, kHeadDim]
+  const uint16* covariances;  // [batch * kv_heads, groups, kHeadDim, kHeadDim], bfloat16
+  int groups, first_group;
+  float scale;                // of scores
+};
+
+// What kernels that do so are compiled for.
+template <class Traits>
+struct WithTail : Traits {
+  struct Shared : Traits::Shared {
+    float mean_values[Traits::kHeadDim];
+  };
+};
+template <class Traits>
+constexpr bool kAddsTail = false;
+template <class Traits>
+constexpr bool kAddsTail<WithTail<Traits>> = true;
+
+}  // namespace s2o
