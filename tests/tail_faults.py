@@ -53,13 +53,14 @@ TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
         "pass2_tail_sm90", HOPPER_TAIL,
         (
             ("unvisited keys are counted once", "tail output", "exp2_approx(above) * left", "exp2_approx(above)"),
-            ("visited keys are sampled", "tail output", "const int i = visited + sample_place(", "const int i = sample_place("),
+            ("visited keys are sampled", "tail output", "const int i = visited + sample_place(",
+             "const int i = sample_place("),
             ("the first moments are everybody's", "tail output", "const int64 moments = moments_of(params, rows)",
              "const int64 moments = 0"),
             ("queries of 16 rows stand in another's place", "tail output", "my.first_row - my.lane / 4 + my.lane % 16",
              "my.first_row - my.lane / 4 + my.lane % 8"),
-            ("a column is read twice", "tail output", "c / 4 * Traits::kKeyAtom + c % 4 * 32), c > 0);\n  wgmma_commit();\n  release",
-             "c / 4 * Traits::kKeyAtom), c > 0);\n  wgmma_commit();\n  release"),
+            ("a column is read twice", "tail output", "descriptor_at(covariance, c / 4 * Traits::kKeyAtom + c % 4 * 32)",
+             "descriptor_at(covariance, c / 4 * Traits::kKeyAtom)"),
             ("means are not counted", "tail output", "added * mean.x", "0.f"),
             ("lse is without the tail", "tail lse", "log1pf(mass[h]) * kLog2E", "0.f"),
         ),
@@ -67,7 +68,8 @@ TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
     (
         "pass2_tail_sm90", replace(HOPPER_TAIL, dtype="float16"),
         (
-            ("queries stay float16", "tail output", "Bfloat16::pack(Element::low(q[c][i]), Element::high(q[c][i]))", "q[c][i]"),
+            ("queries stay float16", "tail output", "Bfloat16::pack(Element::low(q[c][i]), Element::high(q[c][i]))",
+             "q[c][i]"),
         ),
     ),
     (

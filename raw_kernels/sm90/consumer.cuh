@@ -8,6 +8,7 @@
 //   outputs.cuh        acc -> rows of the output and back
 //   masked_values.cuh  values of masked keys that are not finite
 //   walk.cuh           the key tiles of a q tile
+//   unvisited.cuh      what unvisited candidates count for
 //   consumers.cuh      the two passes
 //
 // Who waits for whom, for a key tile t of kBlockN keys; (full) and (empty) are barriers in shared memory, turn a named one:

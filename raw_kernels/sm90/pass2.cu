@@ -1,12 +1,12 @@
 // Pass 2 on Hopper: each q tile resumes its rows' states and walks its segment's candidates in descending importance
 // until a stop check finds less than tau of the softmax mass added in every row, and to the next one (the paper's
-// Algorithm 3). add_tail.cu then adds what the candidates that are left weigh, if they count. Rows of q, k and v are
-// gathered through q_order and k_order; nothing is permuted in memory.
+// Algorithm 3). Rows of q, k and v are gathered through q_order and k_order; nothing is permuted in memory.
 //
 //   q_order [batch * heads, segments, segment]: offsets in the segment
 //   k_order, rows of the chunk: units of keys of a (head, segment) pair
 //   -> out and lse of every row that has candidates; visited [batch * heads, segments, tiles]
 //
+// pass2_tail_sm90 also adds what the candidates that are left weigh, if they count; elsewhere add_tail.cu does.
 // pass2_listed_sm90 is the same with queries and keys as KeyLists says, and perhaps no state to resume;
 // pass2_listed_pairs_sm90's q tiles have 64 queries of each of two heads that share lists, at tau 0;
 // pass2_skipping_sm90 leaves out values besides.

@@ -1,6 +1,6 @@
 // What the candidates that a q tile has not visited count for (tail/sample_sums.cuh): a consumer adds it to its output
-// before it stores that. The producer brings two tiles more, a sample of their keys as one of keys, and the covariance
-// of values and keys in the place of one of values.
+// before it stores that. For it the producer brings a tile of keys more, a sample of theirs, and in the place of a tile of
+// values the covariance of values and keys.
 #pragma once
 #include "sm90/products.cuh"
 #include "tail/with_tail.cuh"

@@ -1,4 +1,4 @@
-// What add_tail on either path shares: the rows of a q tile and of its samples, what they weigh, and outputs with that.
+// The rows of a q tile and of its samples, what they weigh, and outputs with that, as add_tail.cu has them.
 #pragma once
 #include "common/keep_finite.cuh"
 #include "common/rows.cuh"

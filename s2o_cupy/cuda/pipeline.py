@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
