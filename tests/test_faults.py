@@ -67,6 +67,7 @@ AROUND = replace(UNITS, seqlen_q=600, seqlen_k=1000 + 3, is_causal=False)
 # More keys than the head of an order.
 LONG = Case(seqlen_q=300, seqlen_k=9503, segment=256, block_m=64, block_n=64, tau=0.01, options={"unit": 1})
 HOPPER = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=512, head_dim=128, options={"window": 30})
+PASS2 = "pass2_sm90", "pass2_tail_sm90"  # with a tail diff runs both
 BY_HEAD = (0.01, 0.5, 0.0, 0.1)  # of four heads
 # A key that the mean query puts last and some queries put first, by more than a weight can hold.
 RISING = replace(HOPPER, tau=0.0, options={"rank": "mean", "window": 30}, poison=("k", 100, -2000.0))
@@ -347,7 +348,7 @@ FAULTS = [
         ("every head has the first one's tau", "stop", "taus[head] : tau", "taus[0] : tau"),
     ),
     *_faults(
-        "pass2_sm90", replace(HOPPER, tau=BY_HEAD),
+        PASS2, replace(HOPPER, tau=BY_HEAD),
         ("every head has the first one's tau", "stop", "taus[head] : tau", "taus[0] : tau"),
         ("a q tile's tau is not announced", "stop", "shared.tau[place] = tau;", "shared.tau[place] = 0.f;"),
     ),
@@ -392,12 +393,12 @@ FAULTS = [
         ("nobody looks for NaN", "pass 1 output", "__any_sync(kFullWarp, carries & 0x80008000u)", "false"),
     ),
     *_faults(
-        ("pass1_sm90", "pass2_sm90"), replace(HOPPER, softcap=3.0),
+        ("pass1_sm90", *PASS2), replace(HOPPER, softcap=3.0),
         ("scores are not capped", "pass 1 state", "tanh_approx(my.s[i] * my.params.cap_scale)",
          "my.s[i] * my.params.cap_scale"),
     ),
     *_faults(
-        "pass2_sm90", HOPPER,
+        PASS2, HOPPER,
         ("rows are swizzled wrongly", "stop", "kKeyAtom + row * 128 + ((c % 8 ^ (row & 7)) << 4)",
          "kKeyAtom + row * 128 + ((c % 8 ^ (row & 3)) << 4)"),
         ("tau is halved", "stop", "sum < tau * my.l", "sum < tau * 0.5f * my.l"),
