@@ -67,7 +67,8 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "products"),
     [
-        ("pass1_sm90-bfloat16-d128-s2", 16), ("pass2_sm90-bfloat16-d128-s2", 16), ("pass2_sm90-bfloat16-d64-s2", 12),
+        ("pass1_sm90-bfloat16-d128-s2", 16), ("pass2_tail_sm90-bfloat16-d128-s2", 16),
+        ("pass2_tail_sm90-bfloat16-d64-s2", 12), ("pass2_sm90-bfloat16-d128-s2", 16),
         ("pass2_sm90-float16-d128-m64-s2", 12), ("pass2_listed_sm90-bfloat16-d64-m64-s2", 8),
         ("nsa_window_sm90-bfloat16-d128", 12),
     ],
@@ -77,7 +78,7 @@ def test_scores_and_outputs_are_in_flight_together(name, products, folder):
     assert any(stage.products == products and stage.pending == 1 for stage in stages(name, folder))
 
 
-@pytest.mark.parametrize("name", ["pass1_sm90-bfloat16-d128-s2", "pass2_sm90-bfloat16-d128-s2"])
+@pytest.mark.parametrize("name", ["pass1_sm90-bfloat16-d128-s2", "pass2_tail_sm90-bfloat16-d128-s2"])
 def test_a_turn_is_passed_to_products_that_are_ready(name, folder):
     """Scores are issued one after the other, with what describes queries and keys in uniform registers, and the turn is
     passed before the last product of an output."""
@@ -98,7 +99,7 @@ def test_weights_are_packed_under_exponentials(folder):
 @pytest.mark.parametrize(
     ("name", "exponentials"),
     [
-        ("pass2_sm90-bfloat16-d128-s2", 128), ("pass2_sm90-float16-d128-m64-s2", 64),
+        ("pass2_tail_sm90-bfloat16-d128-s2", 128), ("pass2_sm90-float16-d128-m64-s2", 64),
         ("pass1_sm90-float16-d256-s2", 32), ("nsa_window_sm90-bfloat16-d128", 32),
     ],
 )  # fmt: skip
