@@ -23,6 +23,7 @@ class BeforeTail(NamedTuple):
 
     o: Array  # [B, H, Lq, D], of the input's dtype
     lse: Array  # float32 [B, H, Lq]
+    is_read: bool = True  # whether the tail was added to this o; else pass 2 has added it before it rounded
 
 
 @dataclass
@@ -100,6 +101,8 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig, cache: 
         elif stage == "unit_keys":
             of_units = host("unit_keys").view(q.dtype).astype(np.float32)
             stages.unit_keys = of_units.reshape(batch, kv_heads, geometry.units, 2, -1)[..., :head_dim]
+        elif stage == "add_tail" and stages.before_tail is not None:
+            stages.before_tail = stages.before_tail._replace(is_read=True)
         elif stage == "rank_keys":
             chunk = arrays["chunk"]
             scores, orders = host("scores"), host("k_order")
@@ -127,7 +130,7 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig, cache: 
     call = Call(operands, address(lse), address(visited), problem, paging)
     if config.adds_tail:  # which pass 2 may add itself
         pipeline.run_stages(call, config, pipeline.WITHOUT_TAIL, stream=stream, memory=pipeline.allocate, taus=0)
-        stages.before_tail = BeforeTail(cupy.asnumpy(out), cupy.asnumpy(lse))
+        stages.before_tail = BeforeTail(cupy.asnumpy(out), cupy.asnumpy(lse), is_read=False)
         out[...], lse[...] = unwritten, np.nan
     plan = pipeline.run(call, config, stream=stream, observe=observe)
     stages.path, stages.path_reason = plan.path, plan.path_reason

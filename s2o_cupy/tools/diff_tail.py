@@ -59,8 +59,7 @@ def with_tail(
                 share = (mass - 1) / mass  # [M]
                 o[at], lse[at] = acc / mass[:, None], m + np.log(mass)
                 size = np.abs(o[at]) + np.abs(start[2]) + np.abs(moments.mean_value) + slope
-                # Where pass 2 adds the tail itself, what it adds that to has not been rounded to the output's dtype.
-                start_off = unit * np.abs(start[2]) / mass[:, None]
+                start_off = 0 if before.is_read else unit * np.abs(start[2]) / mass[:, None]
                 tail_off = share[:, None] * (relative[:, None] * size + value_off)
                 allowed_o[at] = unit * np.abs(o[at]) + start_off + tail_off
                 allowed_lse[at] = share * relative
