@@ -6,11 +6,11 @@
 //   k_order, rows of the chunk: units of keys of a (head, segment) pair
 //   -> out and lse of every row that has candidates; visited [batch * heads, segments, tiles]
 //
-// pass2_tail_sm90 also adds what the candidates that are left weigh, if they count; elsewhere add_tail.cu does.
 // pass2_listed_sm90 is the same with queries and keys as KeyLists says, and perhaps no state to resume;
 // pass2_listed_pairs_sm90's q tiles have 64 queries of each of two heads that share lists, at tau 0;
 // pass2_skipping_sm90 leaves out values besides.
 // pass2_ladder_sm90 writes no output: it finds the error at each tau of a ladder.
+// pass2_tail_sm90 adds what the candidates that are left weigh, where they count; other q tiles leave that to add_tail.cu.
 #include "sm90/attention.cuh"
 
 namespace s2o {

@@ -90,6 +90,7 @@ __device__ __forceinline__ int walk(Consumer<Traits>& my, uint32 nth, uint32 q, 
     // The output is that of the tiles before this one, and so is l, which has this one's mass added at its stop check.
     if constexpr (kWalksLadder<Traits>) keep_stopped(my, stops);
   }
+  // A tail multiplies the queries once more.
   if constexpr (!kAddsTail<Traits>) release(my, my.shared.q_empty[nth % Traits::kQueryPlaces]);
   // Of a single key tile. Before its values are asked for: the pager has them checked after it has announced the next
   // q tile, for which it waits until the one before this is done.

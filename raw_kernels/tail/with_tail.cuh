@@ -15,6 +15,7 @@ struct TailAttentionParams : AttentionParams {
 template <class Traits>
 struct WithTail : Traits {
   struct Shared : Traits::Shared {
+    // Of the q tile's moments. The producer writes them again once all warps have voted on a later q tile.
     float mean_values[Traits::kHeadDim];
   };
 };

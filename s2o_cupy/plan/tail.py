@@ -1,4 +1,4 @@
-"""What unvisited candidates count for: moments of leading keys and values once, and after pass 2 what is added.
+"""What unvisited candidates count for: moments of leading keys and values, and what pass 2 adds or a launch behind it.
 
 reference/tail.py is the definition. Pure: no array, no GPU, no CuPy.
 """
