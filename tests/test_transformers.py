@@ -195,8 +195,8 @@ def test_masks_of_the_callers(logits, ids):
 
 def test_training(ids):
     """Dropout and gradients are sdpa's."""
-    model = llama(attention_dropout=0.5, attn_implementation="s2o")
     s2o = register(config=DENSE, min_seqlen=100)
+    model = llama(attention_dropout=0.5, attn_implementation="s2o")
     with torch.enable_grad():
         model.train()
         model(ids, labels=ids).loss.backward()

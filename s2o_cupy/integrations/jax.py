@@ -128,7 +128,7 @@ def attention(
     --------
     >>> import jax
     >>> from s2o_cupy.integrations.jax import attention
-    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 2, 128, 64))
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 2, 128, 64), "bfloat16")
     >>> jax.jit(attention)(q, k, v).shape
     (1, 2, 128, 64)
     """
