@@ -211,7 +211,7 @@ def test_numbers_of_the_definition():
     page, limits, readme = (
         " ".join(text_of(ROOT / name).split()) for name in ("docs/algorithm.md", "docs/limits.md", "README.md")
     )
-    assert f"Up to {spec.ORDER_HEAD:,} candidates are ordered by {spec.KEY_BUCKETS:,} buckets" in page
+    assert f"Up to {spec.ORDER_HEAD:,} units are ordered by {spec.KEY_BUCKETS:,} buckets" in page
     assert f"*strata* of at most {spec.STRATUM}," in page
     assert f"Of more than {spec.MIDDLE_FROM:,}" in page and f"the first {spec.MIDDLE:,} are dealt" in page
     assert f"ordered by {spec.KEY_LEVELS} buckets" in page

@@ -132,7 +132,7 @@ def s2o_attention(
 
     Notes
     -----
-    For inference prefill. Keys are ordered by means of a segment's queries, and rows of a tile stop
+    For inference prefill. Keys are ordered by all of a segment's queries, and rows of a tile stop
     together, so with tau > 0 which keys a row visits depends on *later queries* of its segment, and
     through the common stop on the keys that those see. Other segments, and with tau 0 every row, depend
     on nothing later but, for ``config.dense_last``, the prompt's length. With ``config.error`` the taus come from

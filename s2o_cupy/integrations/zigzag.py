@@ -12,7 +12,7 @@ TWO_ROUNDS_UP_TO = 524_288  # tokens; measured on two GPUs
 
 def rounds_for(seqlen: int) -> int:
     """In how many rounds to deal a sequence out: more where unevenness costs more than calls on more chunks do
-    (docs/integrations.md)."""
+    (docs/several_gpus.md)."""
     return 2 if seqlen <= TWO_ROUNDS_UP_TO else 4
 
 

@@ -36,7 +36,7 @@ class BLASSTConfig:
     block : 64 or 128, default 128
         Keys of a block.
     block_m : 64 or 128, default 128
-        Queries of a q tile. The Hopper kernels take 128.
+        Queries of a q tile. The Hopper kernels take 64 up to head_dim 128.
     workspace_bytes : int, default 256 MiB
         Bound on the memory of scores; those of one q tile of one head always fit.
 

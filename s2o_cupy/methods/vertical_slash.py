@@ -56,7 +56,7 @@ class VerticalSlashConfig(MethodConfig):
     slashes : int, default 6096
         Distances.
     block_m : 64 or 128, default 128
-        Queries of a q tile. With fewer, diagonals cross fewer keys. The Hopper kernels take 128.
+        Queries of a q tile. With fewer, diagonals cross fewer keys. The Hopper kernels take 64 up to head_dim 128.
     path : str, default "auto"
         Kernels to attend with, as in `S2OConfig`; the choice does not depend on it.
     workspace_bytes : int, default 256 MiB

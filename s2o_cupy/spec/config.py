@@ -167,8 +167,8 @@ class S2OConfig:
     workspace_bytes : int, default 256 MiB
         Bound on what the scores and key orders of a round take of the GPU's memory. Segments are taken in rounds to
         stay within it; one segment of one head always fits. Where rounds differ, each array is as large as any of them
-        needs it: up to half more in all. What stands for units of keys comes besides: with rank "query" up to 13 bytes
-        for each element of a key, for each unit of each KV head (docs/ordering.md, "Memory"). A dense call copies keys
+        needs it: up to half more in all. What stands for units of keys comes besides: with rank "query" up to 18 bytes
+        for each unit and dimension of a KV head (docs/ordering.md, "Memory"). A dense call copies keys
         and values from small pages only within it. The last queries of a prompt (``dense_last``) come before and take
         up to a quarter of it, or what one segment of a KV head's query heads takes.
     path : {"auto", "portable", "hopper"}, default "auto"
