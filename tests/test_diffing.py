@@ -53,7 +53,7 @@ def test_right_stages_agree(config: S2OConfig, dtype, is_causal: bool) -> None:
     assert "\npath portable\ndensity" in report.table()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("unit", "clusters"), [(4, 2), (4, 4), (8, 4), (8, 8), (16, 8)])
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("products", [E4M3, INT8])

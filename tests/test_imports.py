@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -46,6 +47,7 @@ def loaded_after(code: str) -> set[str]:
     return set(result.stdout.split())
 
 
+@functools.cache
 def imports_of(path: Path) -> set[str]:
     """What a source file imports anywhere, relative imports with their dots; from a import b is a.b."""
     found = set()
@@ -58,6 +60,7 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
+@functools.cache
 def files() -> dict[str, Path]:
     """Dotted names in the package, without its own, and their files."""
     found = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}

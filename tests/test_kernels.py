@@ -51,7 +51,7 @@ def test_a_function_is_of_one_family():
     assert len({(family.function, family.threads) for family in families}) == len(families)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kernel", ALL, ids=lambda k: k.name)
 def test_a_rendered_kernel_is_complete(kernel):
     text = render(kernel)

@@ -28,7 +28,7 @@ from s2o_cupy.tools import tune_layers  # noqa: E402
 from s2o_cupy.tools.layer_curves import LayerCurves  # noqa: E402
 from s2o_cupy.tools.layer_settings import read_settings  # noqa: E402
 
-CONFIG = S2OConfig(segment=64, block_m=32, block_n=32, unit=8)
+CONFIG = S2OConfig(segment=64, block_m=64, block_n=32, unit=8)
 SMALLER = S2OConfig(segment=32, block_m=16, block_n=16, unit=8)  # which take longer
 OPTIONS = {"config": CONFIG, "min_seqlen": 100, "segments": 100}
 TAUS = (1.0, 0.3, 0.1, 0.03)

@@ -134,6 +134,7 @@ def assert_masked(found, q, k, v, schedule, **options):
     np.testing.assert_allclose(lse, of_rows, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rules", RULES, ids=str)
 @pytest.mark.parametrize("batches", [(2, None), (1, None), (2, (1, 2)), (1, (2, 4)), (1, (1, 1))], ids=str)
 def test_addresses(kernels, qkv, rng, rules, batches):

@@ -68,6 +68,7 @@ def server(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "COMMANDS", {"vllm": command, "sglang": command})
     monkeypatch.setattr(module._common, "provenance", lambda device: {})
     monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: sleep(seconds / 20))  # the fake starts soon
     return module
 
 

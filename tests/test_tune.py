@@ -19,7 +19,7 @@ from s2o_cupy.tools.sampled import error_per_head
 from s2o_cupy.tools.tuning import TAUS, tune
 
 ALL = 1 << 20  # segments
-SMALL = S2OConfig(segment=32, tau=0.1, block_m=16, block_n=16, unit=8)
+SMALL = S2OConfig(segment=32, tau=0.1, block_m=32, block_n=16, unit=8)
 TARGETS = (0.3, 0.1, 0.03)
 
 
@@ -66,7 +66,7 @@ def agree(found, expected, rtol):
 def test_all_segments_are_the_whole_call(changes, qkv):
     """By each order: a segment alone has the rows of the whole call. The last is short; keys precede the queries."""
     q, k, v = qkv(300, 370, batch=2, heads=4, kv_heads=2, head_dim=16)
-    config = replace(SMALL, **changes)
+    config = replace(SMALL, block_m=16, **changes)  # two q tiles a segment
     found = error_per_head(q, k, v, config, segments=ALL)
     assert found.segments == tuple(range(10)) and found.segments_total == 10 and found.tau == config.tau
     assert found.error.shape == found.standard_error.shape == found.density.shape == (2, 4)

@@ -21,7 +21,7 @@ from s2o_cupy.tools.layer_settings import plain_config, plain_per_layer, read_se
 from s2o_cupy.tools.tau_ladder import Unit, ladder
 from s2o_cupy.tools.tune_layers import ordering, tune_layers
 
-CONFIG = S2OConfig(segment=32, block_m=16, block_n=16, unit=8)
+CONFIG = S2OConfig(segment=32, block_m=32, block_n=16, unit=8)
 TAUS = (0.5, 0.1, 0.02)
 
 

@@ -58,7 +58,7 @@ def test_results_and_words(tmp_path):
         folder = Path(part.__file__).parent
         shutil.copytree(folder, package / folder.name, dirs_exist_ok=True)
     (tmp_path / "snippet.py").write_text(SNIPPET)
-    command = [sys.executable, "-m", "mypy", "--config-file", ROOT / "pyproject.toml", "--follow-imports", "silent"]
+    command = [sys.executable, "-m", "mypy", "--config-file", ROOT / "pyproject.toml"]
     result = subprocess.run(
         [*command, "--cache-dir", ROOT / ".mypy_cache", "snippet.py"], cwd=tmp_path, capture_output=True, text=True,
         env={"MYPYPATH": str(package.parent)}, check=False,
