@@ -33,6 +33,8 @@ from s2o_cupy.tools.metrics import rel_l2
 # JAX would take three quarters of a GPU's memory for each process of tests.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+os.environ.pop("S2O_DEBUG", None)  # shows where errors come from, in the place of what tests look for
+
 # Random cases of a test that does not ask for a number of its own: few at each commit, more in `make test-all`.
 settings.register_profile("commit", max_examples=25, deadline=None)
 settings.register_profile("all", max_examples=100, deadline=None)
@@ -63,7 +65,7 @@ def has_gpu() -> bool:
         import cupy
     except ImportError:
         return False
-    return cupy.is_available()
+    return cupy.is_available() and int(cupy.cuda.Device().compute_capability) >= 80
 
 
 def has_hopper() -> bool:
@@ -83,9 +85,10 @@ def spin(milliseconds: float, blocks: int = 1) -> None:
     cupy.RawKernel(code, "s2o_spin")((blocks,), (128,), (np.int64(milliseconds * 2e6),))
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Python would look through the million objects of the frameworks' modules again and again while they load."""
-    gc.disable()
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # one that hands out tests loads none
+        gc.disable()
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -254,8 +254,9 @@ def test_stats_estimate_the_error(device, qkv, asks, layout):
     squared = lambda x: np.square(x).sum(axis=(2, 3))  # noqa: E731
     found = stats.error_per_head
     assert found.dtype == np.float64 and found is stats.error_per_head
-    rounding = 2.0**-7 if device.kind == "cuda" else 1e-4  # two outputs, each rounded by up to 2^-8; float32
-    np.testing.assert_allclose(found, np.sqrt(squared(o - dense) / squared(dense)), rtol=0.05, atol=rounding)
+    # Two outputs, each rounded by up to 2^-8; float32.
+    exactness, rounding = (0.05, 2.0**-7) if device.kind == "cuda" else (1e-4, 1e-4)
+    np.testing.assert_allclose(found, np.sqrt(squared(o - dense) / squared(dense)), rtol=exactness, atol=rounding)
 
 
 def test_stats_of_one_sequence_and_of_dense_calls(device, qkv):

@@ -14,6 +14,7 @@ pytest.importorskip("transformers", "5.16")
 from tiny_llama import LENGTH, llama  # noqa: E402
 
 from s2o_cupy.integrations.transformers import capture  # noqa: E402
+from s2o_cupy.tools.layer_files import layer_file  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -53,6 +54,22 @@ def test_capture_in_bfloat16(ids, tmp_path):
     assert q.dtype == k.dtype == v.dtype == np.dtype(ml_dtypes.bfloat16)
     for x, y in zip(inputs.load(tmp_path / "trace.npz"), (q, k, v), strict=True):
         assert x.tobytes() == y.tobytes() and x.shape == y.shape
+
+
+def test_a_folder_has_a_file_for_each_layer(model, ids, tmp_path):
+    arrays = capture(model, ids, [2, 0], tmp_path / "layers")
+    assert sorted(path.name for path in (tmp_path / "layers").iterdir()) == [layer_file(0), layer_file(2)]
+    for i, layer in enumerate((2, 0)):
+        for x, y in zip(inputs.load(tmp_path / "layers" / layer_file(layer)), arrays, strict=True):
+            heads = y.shape[1] // 2
+            np.testing.assert_array_equal(x, y[:, i * heads : (i + 1) * heads])
+
+
+def test_layers_that_attend_by_themselves_are_told(ids):
+    model = llama()
+    model.model.layers[1].forward = lambda hidden, *_, **options: hidden
+    with pytest.raises(ValueError, match=r"layers \[1\] never called the AttentionInterface; accepted: others"):
+        capture(model, ids, [0, 1])
 
 
 def test_what_capture_refuses(model, ids, tmp_path):

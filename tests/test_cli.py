@@ -166,6 +166,12 @@ def test_wrong_arguments_exit_2_with_one_line(arguments, message):
     assert result.stdout == ""
 
 
+def test_where_an_error_comes_from(monkeypatch):
+    monkeypatch.setenv("S2O_DEBUG", "1")
+    with pytest.raises(ValueError, match="error is 1.0; accepted"):
+        cli.main(["tune", "slash", "--length", "600", "--error", "1.0"])
+
+
 def test_errors_in_json():
     result = s2o("demo", "nowhere", "--json")
     assert result.returncode == cli.UNABLE

@@ -66,6 +66,11 @@ def test_values_without_a_name():
         PBSConfig(128)
 
 
+def test_antidiagonals_have_blocks_of_128():
+    with pytest.raises(ValueError, match="block is 64 with scores='antidiagonal'; accepted: 128"):
+        PBSConfig(block=64, scores="antidiagonal")
+
+
 def test_a_config_is_a_dataclass_like_any_other():
     config = S2OConfig(512, 0.5, tail="none")
     assert (config.segment, config.tau, config.tail) == (512, 0.5, "none")

@@ -31,6 +31,13 @@ def attended(torch, monkeypatch):
     return calls
 
 
+def test_a_group_of_others(torch, monkeypatch):
+    for name, value in (("is_initialized", True), ("get_rank", -1), ("get_world_size", -1)):
+        monkeypatch.setattr(torch.distributed, name, lambda *_, value=value: value)
+    with pytest.raises(ValueError, match="group does not hold this process; accepted: a group that does"):
+        parallel(700, config=MEAN)
+
+
 @pytest.mark.parametrize("split", ["sequence", "heads"])
 def test_without_a_group(torch, qkv, split):
     q, k, v = (torch.from_numpy(x) for x in qkv(700, heads=4, kv_heads=2))

@@ -56,6 +56,13 @@ COMMANDS = [
 # ---------------------------------------------------------------- code
 
 
+# What a module of s2o_cupy.integrations is for.
+NEEDED = {
+    "distributed": "torch", "drop_in": "torch", "nsa": "torch", "torch": "torch", "torch_gather": "torch", "jax": "jax",
+    "diffusers": "diffusers", "transformers": "transformers", "model_tools": "transformers",
+}  # fmt: skip
+
+
 def imported(code):
     """Top-level modules that a block imports, and the names it takes from s2o_cupy."""
     modules, ours = set(), set()
@@ -67,8 +74,7 @@ def imported(code):
             if node.module in ("s2o_cupy", "s2o_cupy.methods", "s2o_cupy.nsa", "s2o_cupy.tools"):
                 ours |= {alias.name for alias in node.names}
             if (node.module or "").startswith("s2o_cupy.integrations."):
-                name = str(node.module).split(".")[2]
-                modules.add({"distributed": "torch"}.get(name, name))
+                modules.add(NEEDED[str(node.module).split(".")[2]])
     return modules, ours
 
 
@@ -160,7 +166,7 @@ def cli_options():
 def test_what_is_named_in_a_sentence_exists(page):
     """Commands, options and files in `code`."""
     # What a table was measured with (<sub>) is of the commit that it names.
-    sentences = re.sub(r"^```.*?^```$|^<sub>.*$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    sentences = re.sub(r"^```.*?^```$|^<sub>[^\n]*$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
     scripts = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests" / "torture").glob("*.py")]
     sources = [text_of(path) for path in scripts]
     for code in set(re.findall(r"`([^`\n]+)`", sentences)):

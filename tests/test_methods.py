@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from schedules import FRAMEWORKS
 
@@ -172,6 +172,7 @@ def test_no_queries(config):
 WEIGHTS = st.lists(st.floats(0, 1).map(lambda x: x if x > 1e-3 else 0.0), min_size=1, max_size=12)
 
 
+@example([0.5, 0.0, 0.5], 1.0)
 @given(WEIGHTS, st.floats(0.05, 1))
 def test_reach_is_the_shortest_prefix(weights, threshold):
     w = np.array(weights)
@@ -189,6 +190,7 @@ def test_reach_is_the_shortest_prefix(weights, threshold):
         assert w[taken].sum() - w[order[taken.sum() - 1]] < limit * (1 + 1e-12)
 
 
+@example([0.5, 0.0, 0.5], 1.0)
 @given(WEIGHTS, st.floats(0.05, 1))
 def test_within_is_the_longest_prefix(weights, threshold):
     w = np.array(weights)

@@ -395,6 +395,12 @@ def test_the_report_says_head_by_head_what_was_dense(model, ids, monkeypatch):
 DENSE_HEADS = ([True] * 4, [True, False, True, False], [False, True, False, False])  # of each layer
 
 
+def test_report_comes_after_register(model, ids, monkeypatch):
+    monkeypatch.delitem(transformers.AttentionInterface._global_mapping, "s2o", raising=False)
+    with pytest.raises(ValueError, match="report: no S2O is registered; accepted: after .*register"):
+        report(model, ids)
+
+
 def test_report_needs_what_register_returned(model, ids):
     with pytest.raises(TypeError, match="s2o is a S2OConfig; accepted: what register returned, or None"):
         report(model, ids, S2OConfig())
@@ -466,6 +472,7 @@ def test_the_commands(folder, capsys, monkeypatch):
     beyond, negative = folder / "beyond.npy", folder / "negative.npy"
     np.save(beyond, np.array([3, 97, 5]))
     np.save(negative, np.array([3, -100, 5]))
+    np.save(folder / "floats.npy", np.zeros(5))
     for message, arguments in (
         ("--length is 501; accepted: 2 to 500", ["report", *where, "--length", "501"]),
         ("s2o report: ", ["report", str(folder / "none"), where[1]]),
@@ -484,6 +491,7 @@ def test_the_commands(folder, capsys, monkeypatch):
         ("s2o report: MODEL is 'nofolder', which is no folder here; the Hugging Face Hub, or its cache, is asked",
          ["report", "nofolder", str(folder / "none.npy")]),
         ("short.npy is 1 tokens; accepted: 2 or more", ["report", where[0], str(short)]),
+        ("floats.npy: float64; accepted: token ids, integers", ["report", where[0], str(folder / "floats.npy")]),
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err

@@ -142,7 +142,7 @@ def on_frameworks(*of_lengths):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("name", "lengths"), on_frameworks((300, 600), (600, 600), (1024, 1024), (1, 100)))
+@pytest.mark.parametrize(("name", "lengths"), [*on_frameworks((300, 600), (600, 600), (1024, 1024), (1, 100))])
 def test_the_page_s_method_takes_any_framework_and_length(of_page, qkv, name, lengths):
     framework, (q, k, v) = FRAMEWORKS[name](), qkv(*lengths, heads=4, kv_heads=2, head_dim=16)
     for is_causal in (True, False):

@@ -23,7 +23,9 @@ def panels(monkeypatch, tmp_path):
         images = {axis.get_title(): axis.images[0] for axis in figures[0].axes if axis.images}
         return images, path
 
-    return draw
+    yield draw
+    monkeypatch.undo()
+    plt.close("all")
 
 
 def test_scales_of_colours(panels):

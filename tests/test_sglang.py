@@ -309,6 +309,23 @@ def test_batches_that_are_not_s2os(ready, changes, kind):
     assert engine.plugin.counts.calls == {kind: 7}
 
 
+def test_keys_of_other_ranks_are_not_seen(ready):
+    engine, backend, served, batch = ready
+    engine.monkeypatch.setattr(type(backend).__mro__[1], "forward_extend", lambda self, *x, **y: served.q.flatten(1))
+    engine.monkeypatch.setattr(engine.plugin, "is_cp_active", lambda batch: True)
+    engine.run(backend, served, batch)
+    assert engine.plugin.counts.calls == {"context parallel": 7}
+
+
+@pytest.mark.parametrize(("name", "value"), [("_kv_shard_pool", object()), ("fa_skip_kv_cache", True)])
+def test_caches_that_hold_no_keys(ready, name, value):
+    engine, backend, served, batch = ready
+    engine.monkeypatch.setattr(type(backend).__mro__[1], "forward_extend", lambda self, *x, **y: served.q.flatten(1))
+    setattr(backend, name, value)
+    engine.run(backend, served, batch)
+    assert engine.plugin.counts.calls == {"token pool": 7}
+
+
 def test_a_pool_whose_numbers_are_translated(ready):
     engine, backend, served, batch = ready
     engine.monkeypatch.setattr(type(backend).__mro__[1], "forward_extend", lambda self, *x, **y: served.q.flatten(1))

@@ -230,6 +230,11 @@ def test_each_reason_by_itself(qkv):
     agree("few queries", config=replace(DENSE, block_m=256))
     agree("sliding window", sliding_window=199)
     agree("position bias", position_bias=torch.zeros(1, 4, 200, 200))
+    for name in ("position_bias", "cache"):  # sdpa would leave the cap out
+        with pytest.raises(ValueError, match=f"s2o: {name} and softcap came together; accepted: one of them"):
+            register(config=DENSE, min_seqlen=100)(
+                module, q, k, v, None, softcap=2.0, **{name: torch.zeros(1, 4, 200, 200)}
+            )
     wide = [torch.cat([x] * 5, -1) for x in (q, k, v)]
     agree("shape", *wide)
     agree("shape", v=v[..., :32])

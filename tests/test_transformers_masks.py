@@ -55,15 +55,14 @@ def test_masks_mean_what_sdpas_mean(q_length, seen, free, kv_offset, masked, win
 @pytest.mark.parametrize("window", [None, 3])
 def test_packed_sequences(window, remaps):
     """As newer versions of transformers pack, and as older ones do."""
-    if remaps and not hasattr(masking_utils, "packed_sequence_compatibility_function"):
+    if remaps and not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
         pytest.skip("transformers packs by masks alone")
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5, 6, 7, 8]])
     numbers = masking_utils.find_packed_sequence_indices(positions)
     function = causal_mask_function if window is None else windowed(window)
     if remaps:
-        function = masking_utils.packed_sequence_compatibility_function(function, positions, numbers)
-    else:
-        function = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(numbers))
+        function = masking_utils.remap_positions_for_packed_sequence(function, positions)
+    function = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(numbers))
     arguments = {
         "batch_size": 2, "q_length": 9, "kv_length": 9, "mask_function": function, "local_size": window,
         "allow_is_causal_skip": False,

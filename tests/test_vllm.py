@@ -314,6 +314,14 @@ def test_batches_that_are_not_s2os(engine, changes, kind):
     assert metadata.parts == () and metadata.kinds == {kind: len(LENGTHS)}
 
 
+def test_keys_of_other_ranks_are_not_seen(engine):
+    served = Served.make()
+    builder = engine.builder()
+    builder.dcp_world_size = 2
+    metadata = builder.build(0, engine.common(served, served.table(PAGE)))
+    assert metadata.parts == () and metadata.kinds == {"context parallel": len(LENGTHS)}
+
+
 def test_drafted_tokens_are_not_s2os(engine):
     """Of a request that is past its prompt the host knows an upper bound of the length alone."""
     served = Served.make([(100, 300), (100, 300)])

@@ -36,7 +36,7 @@ _AND = _code(masking_utils.and_masks, causal_mask_function)
 _WINDOW = _code(masking_utils.sliding_window_overlay, 1)
 _CHUNK = _code(masking_utils.chunked_overlay, 1, None)
 _PACKED = _code(masking_utils.packed_sequence_mask_function, None)
-# transformers before 5.20 packs by masks alone, and has no such function.
+# Older versions of transformers pack by masks alone, and have no such function.
 _remap = getattr(masking_utils, "remap_positions_for_packed_sequence", lambda *_: None)
 _REMAPPED = _code(_remap, causal_mask_function, None)
 
