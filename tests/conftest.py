@@ -87,7 +87,8 @@ def spin(milliseconds: float, blocks: int = 1) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Python would look through the million objects of the frameworks' modules again and again while they load."""
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # one that hands out tests loads none
+    hands_out = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if not hands_out:
         gc.disable()
 
 
