@@ -6,11 +6,7 @@ of its paths.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
-import importlib
-import logging
 import os
 import zlib
 from collections.abc import Iterator
@@ -33,7 +29,8 @@ from s2o_cupy.tools.metrics import rel_l2
 # JAX would take three quarters of a GPU's memory for each process of tests.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-os.environ.pop("S2O_DEBUG", None)  # shows where errors come from, in the place of what tests look for
+# With it commands raise the errors that tests expect them to tell.
+os.environ.pop("S2O_DEBUG", None)
 
 # Random cases of a test that does not ask for a number of its own: few at each commit, more in `make test-all`.
 settings.register_profile("commit", max_examples=25, deadline=None)
@@ -85,33 +82,11 @@ def spin(milliseconds: float, blocks: int = 1) -> None:
     cupy.RawKernel(code, "s2o_spin")((blocks,), (128,), (np.int64(milliseconds * 2e6),))
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Python would look through the million objects of the frameworks' modules again and again while they load."""
-    hands_out = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
-    if not hands_out:
-        gc.disable()
-
-
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Files of which every test needs a GPU are not even read without one, unless they are named."""
     if collection_path.suffix != ".py" or has_gpu():
         return None
     return "\npytestmark = [pytest.mark.gpu" in collection_path.read_text(encoding="utf-8") or None
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session: pytest.Session) -> None:
-    """Every worker reads all files. What one has compiled the others take from the folders __pycache__: so each begins
-    with other files, one of them with those that load PyTorch."""
-    worker = getattr(session.config, "workerinput", None)
-    if worker is None or session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
-        return
-    files = [path for path in sorted(Path(__file__).parent.glob("test_*.py")) if not pytest_ignore_collect(path)]
-    files.sort(key=lambda path: "torch" in path.read_text(encoding="utf-8"))
-    own, workers = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
-    for path in files[len(files) * own // workers : len(files) * (own + 1) // workers]:
-        with contextlib.suppress(Exception, pytest.skip.Exception):  # collecting it says why
-            importlib.import_module(path.stem)
 
 
 @pytest.hookimpl(tryfirst=True)  # before "not slow" is looked for
@@ -133,18 +108,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for case in cases:
             if case not in quick:
                 case.add_marker("slow")
-
-
-def pytest_collection_finish() -> None:
-    """Modules that are loaded stay out of garbage collection. Handlers of pytest come and go six times a test, at each
-    logger that passes nothing on: PyTorch has 50 of these."""
-    for name, logger in logging.root.manager.loggerDict.items():
-        if name.startswith("torch.") and isinstance(logger, logging.Logger):
-            logger.propagate = True
-    gc.freeze()
-    gc.enable()
-    if not has_gpu():  # whose memory may wait for it
-        gc.set_threshold(10_000, 20, 20)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -41,8 +41,8 @@ class SequenceParallel:
     """Causal S2O attention of a sequence whose rows are spread over the ranks of a group.
 
     Chunks of whole segments are dealt out to the ranks in rounds, there and back: as much causal work for every rank.
-    Results are those of one call on one GPU, bit for bit; with "heads" but for rounding of the last queries
-    (``dense_last``), whose keys are cut into more parts where a call has few heads.
+    Results are those of one call on one GPU, bit for bit. With "heads" the last queries (``dense_last``) may be
+    rounded otherwise, as their keys are cut into more parts where a call has few heads.
 
     - ``split="sequence"``: every rank attends its own queries, with all heads. Ranks send each other their keys and
       values round by round, while they attend to those that they have; each rank ends up with all of them in memory.
