@@ -81,7 +81,7 @@ class Sample:
     def errors_at(self, config: S2OConfig) -> dict[str, float]:
         """Of calls that compute nothing but the sample. A segment's result depends on no other segment's queries; but
         a GPU would attend densely to its fewer keys, where it does not to those of the whole call."""
-        if self.k.shape[2] > dense_limit(config, self.q.shape[1]):
+        if self.k.shape[2] > dense_limit(config, *self.q.shape[1::2]):
             config = dataclasses.replace(config, dense_up_to=0)
         return self._errors(
             [

@@ -53,6 +53,7 @@ class Problem:
     scale: float
     softcap: float = 0.0
     drawn: int = 0  # of Geometry: only so many segments are attended
+    share_of: int = 0  # query heads of the call that this one has a share of, as whose it is to round; 0: it is whole
 
     def __hash__(self) -> int:  # kept: calls look their preparation up by it
         return self._hash
@@ -60,6 +61,11 @@ class Problem:
     @functools.cached_property
     def _hash(self) -> int:
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    @property
+    def all_heads(self) -> int:
+        """Query heads of the call that this is, or has a share of."""
+        return self.share_of or self.heads
 
     @property
     def empty(self) -> bool:

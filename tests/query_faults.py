@@ -69,8 +69,8 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
             ("one of a thread's two keys does not count", "key scores",
              "larger = Float16::larger_or_nan(d[2 * j], d[2 * j + 1]);", "larger = d[2 * j];"),
             ("keys have the share of a quarter", "key scores", "kClusters == 8 ? -3.f", "kClusters == 8 ? -2.f"),
-            ("a group of tiles comes twice", "key scores", "half ^ 1, group + 1, !kEachKey",
-             "half ^ 1, group, !kEachKey"),
+            ("a quad of tiles comes twice", "key scores", "half ^ 1, quad + 1, !kEachKey",
+             "half ^ 1, quad, !kEachKey"),
         ),
     ),
     (
@@ -147,11 +147,11 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
     (
         "query_norms", QUERY,
         (
-            ("single keys score as their mean does", "norms", "+ excess(variance / max(sampled_keys(), 1))", ""),
+            ("single keys score as their mean does", "norms", "+ excess(of_sample / max(sampled_keys(), 1))", ""),
             ("what varies counts in full", "norms", "kLn2 * of_halves", "2.f * kLn2 * of_halves"),
             ("sampled keys are those of the first KV head", "norms", "kv_head) * all_blocks", "0) * all_blocks"),
             ("lanes have their own sampled keys", "norms",
-             "variance += __shfl_xor_sync(kFullWarp, variance, 2);", ";"),
+             "of_sample += __shfl_xor_sync(kFullWarp, of_sample, 2);", ";"),
             ("what pass 1 has found counts for nothing", "norms", "sum += own_l * exp2_approx(of_own - base);", ";"),
             ("it counts in keys, not in units", "norms", "own_m - p.geometry.unit_shift", "own_m"),
             ("a block counts once", "norms", "add_step(rows, kBlockShift", "add_step(rows, 0.f"),
@@ -292,8 +292,8 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
         (
             ("every part has the first one's units", "key scores", "supers_of(g.units()) + first_super)",
              "supers_of(g.units()))"),
-            ("every part has the first one's scores", "key scores", "(first_super + group / (Row::kTiles / kGroup))",
-             "(group / (Row::kTiles / kGroup))"),
+            ("every part has the first one's scores", "key scores", "(first_super + quad / (Row::kTiles / kQuad))",
+             "(quad / (Row::kTiles / kQuad))"),
         ),
     ),
 ]  # fmt: skip

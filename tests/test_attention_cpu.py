@@ -445,7 +445,7 @@ def test_many_heads(device, qkv, config, batch, heads):
 @pytest.mark.parametrize(
     ("path", "options", "reason"),
     [
-        ("hopper", {}, "seqlen_k is 300, and dense_up_to 12,288"),  # of two heads
+        ("hopper", {}, "seqlen_k is 300, and dense_up_to 10,240"),  # of two heads of 64
         ("portable", {"dense_up_to": 300}, "seqlen_k is 300, and dense_up_to 300"),
         ("portable", {"dense_up_to": 299}, None),
         ("hopper", {"tau": 0}, "tau is 0"),

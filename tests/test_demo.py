@@ -151,22 +151,23 @@ def test_what_differs_from_the_defaults_is_said(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert "Not the library's defaults: segment 64 instead of 128, block_n 64 instead of 128\n" in text
     assert "segment 64, units of 8, tiles of 128 queries x 64 keys" in text
-    assert "With 4 heads a GPU attends densely to up to 12,288 keys by default" in text
+    assert "With 4 heads of 128 a GPU attends densely to up to 12,288 keys by default" in text
     assert "icture" not in text
     defaults = {name: getattr(S2OConfig(tau=0.1), name) for name in S2OConfig.__dataclass_fields__}
-    assert demo._unlike_the_defaults(defaults, 30_000, 32) == []
-    assert demo._unlike_the_defaults(defaults, 3_000, 32) == []  # nobody has asked for S2O all the same
-    assert demo._unlike_the_defaults(defaults | {"dense_up_to": 0}, 8_193, 32) == []
-    assert "With 32 heads" in demo._unlike_the_defaults(defaults | {"dense_up_to": 0}, 8_192, 32)[-1]
-    assert demo._unlike_the_defaults(defaults | {"tau": 0.05}, 131_072, 32) == []  # the default of that length
+    assert demo._unlike_the_defaults(defaults, 30_000, 32, 128) == []
+    assert demo._unlike_the_defaults(defaults, 3_000, 32, 128) == []  # nobody has asked for S2O all the same
+    assert demo._unlike_the_defaults(defaults | {"dense_up_to": 0}, 7_169, 32, 128) == []
+    assert "With 32 heads of 128" in demo._unlike_the_defaults(defaults | {"dense_up_to": 0}, 7_168, 32, 128)[-1]
+    assert demo._unlike_the_defaults(defaults | {"tau": 0.05}, 131_072, 32, 128) == []  # the default of that length
     told = "Not the library's defaults: "
-    assert demo._unlike_the_defaults(defaults, 131_072, 32) == [f"{told}tau 0.1 instead of 0.05"]
-    lines = demo._unlike_the_defaults(defaults | {"tail": "none", "dense_last": 0}, 30_000, 32)
+    assert demo._unlike_the_defaults(defaults, 131_072, 32, 128) == [f"{told}tau 0.1 instead of 0.05"]
+    lines = demo._unlike_the_defaults(defaults | {"tail": "none", "dense_last": 0}, 30_000, 32, 128)
     assert lines == [f"{told}tail none instead of first_order, dense_last 0 instead of 256"]
-    assert demo._unlike_the_defaults(defaults | {"tail": "first_order", "dense_last": 256}, 30_000, 32) == []
+    assert demo._unlike_the_defaults(defaults | {"tail": "first_order", "dense_last": 256}, 30_000, 32, 128) == []
     mean = S2OConfig(rank="mean", tau=0.02)  # its other fields follow
     others = {name: getattr(mean, name) for name in defaults}
-    assert demo._unlike_the_defaults(others, 30_000, 32) == ["Not the library's defaults: rank mean instead of query"]
+    told = "Not the library's defaults: rank mean instead of query"
+    assert demo._unlike_the_defaults(others, 30_000, 32, 128) == [told]
 
 
 def test_no_time_of_a_cpu(capsys):

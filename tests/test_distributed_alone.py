@@ -125,8 +125,8 @@ def test_the_whole_length_decides_on_dense_attention(torch, monkeypatch, attende
     monkeypatch.setattr("s2o_cupy.plan.launch_plan.DENSE_UP_TO", 8192)
     as_first_of_two(monkeypatch)
     for seqlen, config, expected in (
-        (12_000, S2OConfig(), 12_000),  # of a head
-        (12_300, S2OConfig(), 0),
+        (10_000, S2OConfig(), 10_000),  # of a head of up to 64
+        (10_300, S2OConfig(), 0),
         (9000, S2OConfig(tau=0), 9000),
         (5000, S2OConfig(dense_up_to=0), 0),
         (5000, S2OConfig(tau=0, dense_up_to=4999), 0),
@@ -149,7 +149,7 @@ def test_all_heads_decide_on_dense_attention(torch, monkeypatch, attended):
     as_first_of_two(monkeypatch)
     share = lambda q, k, v, out, attend, **_: attend(slice(0, 4), q, k, v, out)  # noqa: E731
     monkeypatch.setattr(module, "attend_by_heads", share)
-    for seqlen, expected in ((11_264, 11_264), (12_000, 0)):
+    for seqlen, expected in ((9_216, 9_216), (10_000, 0)):
         both = parallel(seqlen, split="heads")
         q = torch.zeros(1, 8, both.length, 8)
         both.attention(q, q, q)
@@ -157,7 +157,7 @@ def test_all_heads_decide_on_dense_attention(torch, monkeypatch, attended):
     taus = tuple(0.01 * n for n in range(1, 9))
     monkeypatch.setattr(module, "attend_by_heads", lambda q, k, v, out, attend, **_: attend(slice(2, 5), q, k, v, out))
     k, v = (q[:, :8] + n for n in (1, 2))
-    parallel(12_000, config=S2OConfig(tau=taus), split="heads").attention(q, k, v)
+    parallel(10_000, config=S2OConfig(tau=taus), split="heads").attention(q, k, v)
     assert attended[-1][3].tau == taus[2:5]
     assert [x.unique().tolist() for x in attended[-1][:3]] == [[0], [1], [2]]
 

@@ -13,7 +13,7 @@ from s2o_cupy import S2OConfig
 from s2o_cupy.arrays.operand import Operand, Paging
 from s2o_cupy.plan.build import added_to_addresses
 from s2o_cupy.plan.device import DeviceLimits
-from s2o_cupy.plan.last_queries import EVEN_PARTS, LEAST_PART_KEYS, MOST_PARTS, PART_KEYS, parts_of
+from s2o_cupy.plan.last_queries import LEAST_PART_KEYS, MOST_PARTS, PART_GRAIN, most_parts, parts_of
 from s2o_cupy.plan.launches import launches, workspace
 from s2o_cupy.problem import Problem
 from s2o_cupy.selection.methods import make_plan
@@ -116,40 +116,32 @@ def test_calls_without(problem, config):
     assert "last_queries" not in [x.stage for x in steps]
 
 
-@given(before=st.integers(0, 3_000_000))
-def test_parts_of_a_segment(before):
-    """At most 16, of 4,096 keys or the least power of two more. Of many heads they depend on the keys before alone."""
-    geometry, heads = Geometry(128, before + 128, 128), EVEN_PARTS
-    parts = parts_of(geometry, 0, heads)
-    assert parts <= MOST_PARTS
-    each = PART_KEYS
-    while each * parts < before:
-        each *= 2
-    assert (parts - 1) * each < before <= parts * each or parts == before == 0
-    assert each == PART_KEYS or parts > MOST_PARTS // 2
-    longer = Geometry(256, before + 256, 128)
-    assert parts_of(longer, 0, heads) == parts_of(geometry, 0, 10 * heads) == parts
-
-
-@given(before=st.integers(0, 3_000_000), heads=st.integers(1, EVEN_PARTS))
-def test_few_heads_have_more_parts(before, heads):
-    """As many as give each multiprocessor one, if they have 1,024 keys or more, and at most 16."""
-    geometry = Geometry(128, before + 128, 128)
-    parts, of_many = parts_of(geometry, 0, heads), parts_of(geometry, 0, EVEN_PARTS)
-    assert of_many <= parts <= MOST_PARTS
-    if parts > of_many:
-        assert parts <= min(EVEN_PARTS // heads, -(-before // LEAST_PART_KEYS))
+@given(before=st.integers(0, 3_000_000), heads=st.integers(1, 300))
+def test_parts_of_a_segment(before, heads):
+    """Equal ones, of whole key tiles, and none too short."""
+    parts, most = parts_of(Geometry(128, before + 128, 128), 0, heads), most_parts(heads)
+    assert parts_of(Geometry(256, before + 256, 128), 0, heads) == parts <= most <= MOST_PARTS  # whatever follows
+    each = max(-(-before // most), LEAST_PART_KEYS)  # but for the rounding to a whole key tile
+    assert -(-before // (each + PART_GRAIN)) <= parts <= -(-before // each)
 
 
 @pytest.mark.parametrize(
-    ("heads", "before", "parts"),
-    [
-        (6, 16_128, 10), (6, 32_512, 10), (6, 130_816, 16), (12, 16_128, 5), (4, 16_128, 16), (4, 4000, 4),
-        (32, 16_128, 4),
-    ],
-)  # fmt: skip
-def test_parts_of_few_heads(heads, before, parts):
-    assert parts_of(Geometry(128, before + 128, 128), 0, heads) == parts
+    ("heads", "most"),
+    [(1, 16), (4, 11), (6, 11), (8, 16), (12, 11), (16, 8), (24, 11), (28, 9), (32, 4), (40, 3), (64, 2), (128, 1)],
+)
+def test_parts_by_heads(heads, most):
+    """As many tiles as keep 132 multiprocessors at work, of the two or three segments of the last 256 queries."""
+    assert most_parts(heads) == most
+    for segments in (2, 3):
+        tiles = segments * heads * most
+        assert heads < 7 or tiles > 0.9 * 132 * -(-tiles // 132)
+
+
+def test_a_share_of_the_heads_has_the_parts_of_all():
+    plan, *_ = launched(problem_of(16384, heads=32, kv_heads=8), CONFIG)
+    of_share, *_ = launched(replace(problem_of(16384, heads=4, kv_heads=1), share_of=32), CONFIG)
+    alone, *_ = launched(problem_of(16384, heads=4, kv_heads=1), CONFIG)
+    assert plan.method.last.parts == of_share.method.last.parts == 4 < alone.method.last.parts
 
 
 @given(
@@ -197,19 +189,19 @@ def test_each_pair_is_ordered_or_among_the_last_once(
 
 def test_pieces_read_their_own_heads_rows_and_lists():
     """Where each begins: of sequence 1, from head 4 on, the second of the last segments."""
-    problem = problem_of(1000, 9000, heads=8, kv_heads=2, batch=2)  # 8 parts of a segment
+    problem = problem_of(1000, 9000, heads=8, kv_heads=2, batch=2)  # 9 parts of a segment
     config = replace(CONFIG, segment=256, dense_last=500, workspace_bytes=1 << 20)
     plan, memory, steps = launched(problem, config)
     last, places = plan.method.last, memory.places
-    assert (last.first, last.parts, last.segments_each, last.heads_each) == (1, 8, 1, 4)
+    assert (last.first, last.parts, last.segments_each, last.heads_each) == (1, 9, 1, 4)
     attends = [x for x in steps if x.stage == "last_queries"]
-    assert [x.params["chunk"]["heads"] for x in attends] == [8 * 4] * (3 * 2 * 2)
+    assert [x.params["chunk"]["heads"] for x in attends] == [9 * 4] * (3 * 2 * 2)
     i = last.pieces.index((1, 1, 4, 4, 2, 1))
     step, row = attends[i], 2 * 128
     assert pointer(step, "q") == ("q", row * (1000 * 8 + 1000 * 4 + 512))
     assert pointer(step, "k") == ("k", row * (9000 * 2 + 9000)) == ("k", pointer(step, "v")[1])
-    assert pointer(step, "lists.begins") == ("workspace", places["part_begins"].offset + 8 * 8)
-    assert pointer(step, "lists.keys") == ("workspace", places["part_keys"].offset + 4 * 8)
+    assert pointer(step, "lists.begins") == ("workspace", places["part_begins"].offset + 8 * 9)
+    assert pointer(step, "lists.keys") == ("workspace", places["part_keys"].offset + 4 * 9)
     assert pointer(step, "next_q_tile") == ("workspace", places["part_counters"].offset + 4 * i)
     assert pointer(step, "out") == ("workspace", places["part_out"].offset)
     assert pointer(step, "state") is pointer(step, "taus") is pointer(step, "lists.q_order") is None
@@ -241,18 +233,18 @@ def test_pieces_of_a_paged_cache():
     assert pointer(step, "k") == ("k", 2 * 128 * 16)  # KV head 1 of the first page
     assert pointer(step, "pages") == ("pages", 4 * 600) and int(step.params["pages"]["stride"]) == 0
     assert int(step.params["k"]["batch"]) == 2 * 16 * 128  # from page to page
-    assert int(step.params["lists"]["table_heads"]) == 8 * 4  # all heads and parts have one row of the table
+    assert int(step.params["lists"]["table_heads"]) == 9 * 4  # all heads and parts have one row of the table
 
 
 @pytest.mark.parametrize("paging", [None, Paging(0, 600, 16, 3000)], ids=["arrays", "pages"])
 def test_many_sequences_take_a_part_at_a_time(paging):
-    problem = problem_of(1000, 9000, heads=8, kv_heads=2, batch=9)
-    config = replace(CONFIG, segment=256, dense_last=500, workspace_bytes=1 << 29)
+    problem = problem_of(1000, 9000, heads=8, kv_heads=2, batch=11)
+    config = replace(CONFIG, segment=256, dense_last=500, workspace_bytes=1 << 30)
     plan, memory, steps = launched(problem, config, paging)
     (piece,), places = plan.method.last.pieces, memory.places
-    assert piece == (0, 9, 0, 8, 1, 3)
+    assert piece == (0, 11, 0, 8, 1, 3)
     for part, step in enumerate(x for x in steps if x.stage == "last_queries"):
-        rows = 9 * 8 * (1000 - 256)
+        rows = 11 * 8 * (1000 - 256)
         assert pointer(step, "q") == ("q", 2 * 128 * 256) and pointer(step, "k") == ("k", 0)
         assert pointer(step, "pages") == ("pages", 0)
         assert int(step.params["pages"]["stride"]) == (600 if paging else 0)
@@ -260,9 +252,9 @@ def test_many_sequences_take_a_part_at_a_time(paging):
         assert pointer(step, "lse") == ("workspace", places["part_lse"].offset + 4 * part * rows)
         assert pointer(step, "lists.begins") == ("workspace", places["part_begins"].offset + 8 * part * 3)
         lists = step.params["lists"]
-        assert (int(lists["shared_heads"]), int(lists["table_heads"])) == (72, 8)
+        assert (int(lists["shared_heads"]), int(lists["table_heads"])) == (88, 8)
         assert int(step.params["q"]["batch"]) == 8 * 1000 * 128
-    assert part == 7
+    assert part == 8
 
 
 @pytest.mark.parametrize(("path", "at_once"), [("portable", 1 << 31), ("hopper", 132)])

@@ -231,7 +231,8 @@ def test_key_scores_on_hopper_fill_whole_waves(seqlen, heads, kv_heads):
 @pytest.mark.parametrize(
     ("seqlen", "kv_heads", "options", "parts"),
     [
-        (8192, 8, {}, 4), (16_384, 8, {}, 2), (32_768, 8, {}, 1), (131_072, 8, {}, 1), (32_768, 2, {}, 4),
+        (8192, 8, {}, 4), (8704, 8, {}, 4), (16_384, 8, {}, 2), (17_408, 8, {}, 2), (32_768, 8, {}, 1),
+        (131_072, 8, {}, 1), (32_768, 2, {}, 4),
         (8192, 1, {}, 8),
         (8192, 1, {"clusters": 2}, 4),  # a thread has four rows
         (8192, 1, {"path": "portable"}, 8),

@@ -236,7 +236,7 @@ def test_runs_end_their_prompts_or_do_not():
 
 @pytest.mark.parametrize(
     ("settings", "longest", "expected"),  # of two prompts
-    [({}, 8192, 256), ({}, 8191, 0), ({"dense_last": 7}, 8192, 7), ({"rank": "mean"}, 9000, 0)],
+    [({}, 7168, 256), ({}, 7167, 0), ({"dense_last": 7}, 8192, 7), ({"rank": "mean"}, 9000, 0)],
 )
 def test_the_last_queries_of_prompts_alone_attend_densely(monkeypatch, settings, longest, expected):
     """Those of a prompt that ends here, also in a chunk; no last queries of a chunk before."""

@@ -14,29 +14,34 @@ from s2o_cupy.plan import launch_plan
 from s2o_cupy.plan.launches import launches, workspace
 
 
-@pytest.mark.parametrize(("limit", "longest"), [(None, 8192), (5000, 5000), (0, 0)])
+@pytest.mark.parametrize(("limit", "longest"), [(None, 7168), (5000, 5000), (0, 0)])
 def test_calls_up_to_the_limit_are_dense(limit, longest, monkeypatch):
-    """By default of up to 8,192 keys with many heads, as S2OConfig says."""
+    """By default of up to 7,168 keys with 32 heads, as S2OConfig says."""
     monkeypatch.setattr(launch_plan, "DENSE_UP_TO", DENSE_UP_TO)
     for seqlen in {max(longest, 1), longest + 1}:
-        problem = a_problem(heads=64, seqlen_q=1000 if seqlen > 1000 else 1, seqlen_k=seqlen)
+        problem = a_problem(heads=32, seqlen_q=1000 if seqlen > 1000 else 1, seqlen_k=seqlen)
         plan = plan_of(problem, S2OConfig(dense_up_to=limit))
         assert plan.dense == (seqlen <= longest)
 
 
 @pytest.mark.parametrize(
-    ("heads", "longest"),
-    [(64, 8192), (16, 8192), (13, 8192), (12, 9216), (8, 11_264), (6, 12_288), (1, 12_288)],
-)
+    ("heads", "head_dim", "longest"),
+    [
+        (1, 128, 12_288), (7, 128, 12_288), (8, 128, 11_264), (12, 80, 9216), (13, 128, 8192), (16, 65, 8192),
+        (17, 128, 7168), (64, 128, 7168), (4, 64, 10_240), (8, 64, 9216), (12, 33, 7168), (32, 64, 7168),
+        (4, 256, 12_288), (32, 129, 8192),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("batch", [1, 4])
-def test_few_heads_are_dense_for_longer(batch, heads, longest, monkeypatch):
+def test_the_fewer_heads_the_longer_they_are_dense(batch, heads, head_dim, longest, monkeypatch):
     """However many sequences there are; where a limit is given, or tau is 0, that is the limit whatever the heads."""
     monkeypatch.setattr(launch_plan, "DENSE_UP_TO", DENSE_UP_TO)
     limit = launch_plan.dense_limit
-    assert limit(S2OConfig(), heads) == launch_plan.dense_by_default(heads) == longest
-    assert limit(S2OConfig(dense_up_to=300), heads) == 300 and limit(S2OConfig(tau=0), heads) == math.inf
+    assert limit(S2OConfig(), heads, head_dim) == launch_plan.dense_by_default(heads, head_dim) == longest
+    assert limit(S2OConfig(dense_up_to=300), heads, head_dim) == 300
+    assert limit(S2OConfig(tau=0), heads, head_dim) == math.inf
     for seqlen in (longest, longest + 1):
-        problem = a_problem(batch=batch, heads=heads, kv_heads=1, seqlen_q=500, seqlen_k=seqlen)
+        problem = a_problem(batch=batch, heads=heads, kv_heads=1, seqlen_q=500, seqlen_k=seqlen, head_dim=head_dim)
         assert plan_of(problem, S2OConfig()).dense == (seqlen == longest)
 
 

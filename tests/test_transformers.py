@@ -343,7 +343,7 @@ def test_compiled_prefill(model, ids, logits):
         ("cuda", S2OConfig(tau=0), 9000, "dense"), ("cuda", S2OConfig(tau=0, dense_up_to=0), 300, "s2o"),
         ("cuda", S2OConfig(dense_up_to=0), 300, "s2o"), ("cpu", S2OConfig(), 300, "s2o"),
         ("cpu", S2OConfig(tau=0), 300, "s2o"),
-        ("cuda", S2OConfig(), 12_288, "dense"), ("cuda", S2OConfig(), 12_289, "s2o"),  # of 3 heads
+        ("cuda", S2OConfig(), 10_240, "dense"), ("cuda", S2OConfig(), 10_241, "s2o"),  # of 3 heads of 64
     ],
 )  # fmt: skip
 def test_a_dense_call_of_s2os_is_told_from_others(device, config, seqlen_k, kind, monkeypatch):
@@ -383,5 +383,5 @@ def test_the_limit_of_dense_calls_is_that_of_each_call(monkeypatch):
     """A few heads are dense up to more keys than many, though their config be the same."""
     monkeypatch.setattr("s2o_cupy.plan.launch_plan.DENSE_UP_TO", 8192)
     many, few = HeadGroup(S2OConfig(), slice(0, 16), slice(0, 4)), HeadGroup(S2OConfig(), [16, 18], [4, 5])
-    assert many.dense_heads(20, 12_000) == [(head, False) for head in range(16)]
-    assert few.dense_heads(20, 12_000) == [(16, True), (18, True)]
+    assert many.dense_heads(20, 128, 12_000) == [(head, False) for head in range(16)]
+    assert few.dense_heads(20, 128, 12_000) == [(16, True), (18, True)]

@@ -13,7 +13,7 @@ struct PartListsParams {
   Geometry geometry;
   int first_segment, segments, segments_each;
   int parts, launches;
-  int even_parts;      // see KeyPart
+  int most_parts;      // of a segment, see KeyPart
 };
 
 // Thread: an entry, a list and a counter.
@@ -25,7 +25,7 @@ __device__ __forceinline__ void part_lists(const PartListsParams& p) {
   const int part = i % p.parts, n = i / p.parts, of_piece = n % p.segments_each, before = n - of_piece;
   const int piece_segments = min(p.segments_each, p.segments - before);
   const int64 place = static_cast<int64>(before) * p.parts + part * piece_segments + of_piece;
-  const KeyPart found(p.geometry, p.first_segment + n, part, p.parts, p.even_parts);
+  const KeyPart found(p.geometry, p.first_segment + n, part, p.parts, p.most_parts);
   p.part_begins[place] = found.begin;
   p.part_keys[place] = found.keys;
 }

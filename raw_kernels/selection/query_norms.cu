@@ -320,10 +320,10 @@ struct QueryNorms {
     for (int i = 0; i < kOfWarp; ++i)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float variance = squares[i][h];
-        variance += __shfl_xor_sync(kFullWarp, variance, 1);
-        variance += __shfl_xor_sync(kFullWarp, variance, 2);
-        const float of_row = m[i][h] + excess(variance / max(sampled_keys(), 1));
+        float of_sample = squares[i][h];
+        of_sample += __shfl_xor_sync(kFullWarp, of_sample, 1);
+        of_sample += __shfl_xor_sync(kFullWarp, of_sample, 2);
+        const float of_row = m[i][h] + excess(of_sample / max(sampled_keys(), 1));
         float top = of_row;
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));

@@ -31,10 +31,10 @@ struct QueryWeightTraits {
   static constexpr int kClusters = kClusters_;  // groups of keys of a unit
   static constexpr int kHeadDim = kHeadDim_, kThreads = 128;
   static constexpr int kSegments = 2, kQueries = 128;  // of a block; of a segment
-  static constexpr int kGroup = 4, kStages = 2 * kGroup;  // a group of tiles, copied together; two groups
-  // Under the product of this tile of a group the other half is filled anew. It must be the second: where no branch is
+  static constexpr int kQuad = 4, kStages = 2 * kQuad;  // a quad: four tiles, copied together; two quads
+  // Under the product of this tile of a quad the other half is filled anew. It must be the second: where no branch is
   // between, ptxas (12.3 to 13.5) takes a product out whose maxima LaneMaxima adds to the next one's. This branch keeps
-  // the first product, the wait for the next group the third (tests/test_machine_code.py).
+  // the first product, the wait for the next quad the third (tests/test_machine_code.py).
   static constexpr int kRefill = 1;
   using Tile = KeyTile<kHeadDim>;
   // Where a segment's scores go, and how products become these.
@@ -53,7 +53,7 @@ struct QueryWeightTraits {
     Segment segments[kSegments];  // registers have no room for what is needed once in a few tiles
     TileSource source;
   };
-  static_assert(UnitRow<kClusters>::kTiles % kGroup == 0);
+  static_assert(UnitRow<kClusters>::kTiles % kQuad == 0);
 };
 
 // The number of 32-bit registers that hold the products of a thread, two float16 each.
@@ -103,30 +103,30 @@ __device__ __forceinline__ uint32 sum_of_pairs(uint32 a, uint32 b) {
   return y;
 }
 
-// The places of tiles in shared memory: two halves, each of which a group of tiles comes to in turn.
+// The places of tiles in shared memory: two halves, each of which a quad of tiles comes to in turn.
 template <class Traits>
 struct TileStages {
   using Shared = typename Traits::Shared;
-  static constexpr int kGroup = Traits::kGroup;
-  static constexpr int kBytes = kGroup * Traits::Tile::kBytes, kShareBytes = kGroup * kTileRows * 2;
+  static constexpr int kQuad = Traits::kQuad;
+  static constexpr int kBytes = kQuad * Traits::Tile::kBytes, kShareBytes = kQuad * kTileRows * 2;
 
-  // Has the copy engine bring a group of tiles; for one thread to call.
-  static __device__ __forceinline__ void bring(Shared& shared, int half, int group, bool with_shares) {
+  // Has the copy engine bring a quad of tiles; for one thread to call.
+  static __device__ __forceinline__ void bring(Shared& shared, int half, int quad, bool with_shares) {
     uint64& full = shared.full[half];
     barrier_expect(full, kBytes + (with_shares ? kShareBytes : 0));
-    copy_bytes(shared.units[half * kGroup], shared.source.rows + static_cast<int64>(group) * kBytes, kBytes, full);
+    copy_bytes(shared.units[half * kQuad], shared.source.rows + static_cast<int64>(quad) * kBytes, kBytes, full);
     if (with_shares)
-      copy_bytes(shared.shares[half * kGroup], shared.source.shares + group * (kGroup * kTileRows), kShareBytes, full);
+      copy_bytes(shared.shares[half * kQuad], shared.source.shares + quad * (kQuad * kTileRows), kShareBytes, full);
   }
-  static __device__ __forceinline__ void wait_for(Shared& shared, int half, int group) {
-    barrier_wait(shared.full[half], group / 2 & 1);
+  static __device__ __forceinline__ void wait_for(Shared& shared, int half, int quad) {
+    barrier_wait(shared.full[half], quad / 2 & 1);
   }
-  // This thread is done with a group of tiles, no sooner than they have been multiplied: the copy engine overtakes reads
+  // This thread is done with a quad of tiles, no sooner than they have been multiplied: the copy engine overtakes reads
   // that are merely on their way, as products that read shared memory at its full rate hold them up. Each thread arrives for
   // its own reads, which racecheck follows; it does not see that __syncwarp would do for one of a warp.
   static __device__ __forceinline__ void leave(Shared& shared, int half) { barrier_arrive(shared.empty[half]); }
-  static __device__ __forceinline__ void wait_until_left(Shared& shared, int half, int group) {
-    barrier_wait(shared.empty[half], group / 2 & 1);
+  static __device__ __forceinline__ void wait_until_left(Shared& shared, int half, int quad) {
+    barrier_wait(shared.empty[half], quad / 2 & 1);
   }
 };
 
@@ -162,27 +162,27 @@ struct LaneMaxima {
   uint32 of_one, of_two, of_four, of_eight;  // waiting for as many tiles more
   uint32 last;
 
-  // Tile `of_group` of a group of four. Whether that was the last tile of its units; then `last` is the lane's.
-  __device__ __forceinline__ bool add(int group, int of_group, uint32 x) {
-    if (of_group % 2 == 0) {
+  // Tile `of_quad` of a quad. Whether that was the last tile of its units; then `last` is the lane's.
+  __device__ __forceinline__ bool add(int quad, int of_quad, uint32 x) {
+    if (of_quad % 2 == 0) {
       of_one = x;
       return false;
     }
     x = shared_out<1>(of_one, x);
-    if (of_group / 2 == 0) {
+    if (of_quad / 2 == 0) {
       of_two = x;
       return false;
     }
     x = shared_out<2>(of_two, x);
     if constexpr (kClusters >= 4) {
-      if (group % 2 == 0) {
+      if (quad % 2 == 0) {
         of_four = x;
         return false;
       }
       x = shared_out<4>(of_four, x);
     }
     if constexpr (kClusters >= 8) {
-      if (group / 2 % 2 == 0) {
+      if (quad / 2 % 2 == 0) {
         of_eight = x;
         return false;
       }
@@ -296,12 +296,12 @@ __device__ __forceinline__ uint32 largest_of_tile(const uint32 (&d)[kProducts], 
   return Float16::larger_or_nan(__byte_perm(best[0], best[1], 0x5410), __byte_perm(best[0], best[1], 0x7632));
 }
 
-// The scores of `groups` groups of tiles from first_super on. kEachKey: each key of a unit is a group of its own, so that
+// The scores of `quads` quads of tiles from first_super on. kEachKey: each key of a unit is a group of its own, so that
 // all have one share.
 template <class Traits, bool kEachKey, class Block>
 __device__ __forceinline__ void weigh_tiles(const RankKeysParams& p, const Block& block, typename Traits::Shared& shared,
-                                            int first_super, int groups) {
-  constexpr int kGroup = Traits::kGroup, kHeadDim = Traits::kHeadDim;
+                                            int first_super, int quads) {
+  constexpr int kQuad = Traits::kQuad, kHeadDim = Traits::kHeadDim;
   using Row = UnitRow<Traits::kClusters>;
   using Tile = typename Traits::Tile;
   using Keys = TileKeys<Traits>;
@@ -322,25 +322,25 @@ __device__ __forceinline__ void weigh_tiles(const RankKeysParams& p, const Block
   Stages::wait_for(shared, 0, 0);
   keys.take(shared, 0, !kEachKey);
 #pragma unroll 1
-  for (int group = 0; group < groups; ++group) {
-    const int half = group % 2;
-    const bool last = group + 1 == groups;
+  for (int quad = 0; quad < quads; ++quad) {
+    const int half = quad % 2;
+    const bool last = quad + 1 == quads;
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
+    for (int i = 0; i < kQuad; ++i) {
       wgmma_fence();
 #pragma unroll
       for (int c = 0; c < Tile::kParts; ++c)
         multiply_kept<kHigh>(d, keys.kept[c], keys.choices[c], descriptor_at(b, c * 64), c > 0);
       wgmma_commit();
       if (i == Traits::kRefill) {
-        if (threadIdx.x == 0 && group > 0 && !last) {
-          Stages::wait_until_left(shared, half ^ 1, group - 1);
-          Stages::bring(shared, half ^ 1, group + 1, !kEachKey);
+        if (threadIdx.x == 0 && quad > 0 && !last) {
+          Stages::wait_until_left(shared, half ^ 1, quad - 1);
+          Stages::bring(shared, half ^ 1, quad + 1, !kEachKey);
         }
         __syncwarp();
       }
-      const bool ends = i + 1 == kGroup;
-      if (ends && !last) Stages::wait_for(shared, half ^ 1, group + 1);
+      const bool ends = i + 1 == kQuad;
+      if (ends && !last) Stages::wait_for(shared, half ^ 1, quad + 1);
       wgmma_wait<0>();
       const uint32 of_rows = keys.shares;
       const auto share = [&](int s, int h) {
@@ -348,13 +348,13 @@ __device__ __forceinline__ void weigh_tiles(const RankKeysParams& p, const Block
         return product_of_pairs(__byte_perm(of_rows, 0, h ? 0x3232 : 0x1010), shared.segments[s].onto);
       };
       if (ends) Stages::leave(shared, half);
-      // Under the maxima, as the next product need not wait for them; after the last tile the group's first.
-      keys.take(shared, ends ? (last ? half : half ^ 1) * kGroup : half * kGroup + i + 1, !kEachKey);
+      // Under the maxima, as the next product need not wait for them; after the last tile the quad's first.
+      keys.take(shared, ends ? (last ? half : half ^ 1) * kQuad : half * kQuad + i + 1, !kEachKey);
 #pragma unroll
       for (int j = 0; j < kProducts; ++j) asm volatile("" : "+r"(d[j])::"memory");  // nothing is read before
 
-      if (maxima.add(group, i, largest_of_tile<kEachKey>(d, less, share))) {
-        const int unit = (first_super + group / (Row::kTiles / kGroup)) * kSuperUnits + threadIdx.x / 32 * 32 +
+      if (maxima.add(quad, i, largest_of_tile<kEachKey>(d, less, share))) {
+        const int unit = (first_super + quad / (Row::kTiles / kQuad)) * kSuperUnits + threadIdx.x / 32 * 32 +
                          Row::kept_unit(threadIdx.x % 32);
 #pragma unroll
         for (int s = 0; s < Traits::kSegments; ++s) {
@@ -381,7 +381,7 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
   const int first_super = block.part * ((longest + p.unit_parts - 1) / p.unit_parts);
   const int supers = min(supers_of(block.end) - first_super, (longest + p.unit_parts - 1) / p.unit_parts);
   if (supers <= 0) return;
-  const int groups = supers * (Row::kTiles / Traits::kGroup);
+  const int quads = supers * (Row::kTiles / Traits::kQuad);
   const bool each_key = 1 << g.unit_shift == Traits::kClusters;
   if (threadIdx.x == 0) {
     for (int half = 0; half < 2; ++half) {
@@ -392,7 +392,7 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
     const int64 first = (block.kv_head() * supers_of(g.units()) + first_super) * Row::kTiles;
     shared.source = {reinterpret_cast<const unsigned char*>(p.unit_rows) + first * Tile::kBytes,
                      p.row_shares + first * kTileRows};
-    for (int half = 0; half < min(2, groups); ++half) TileStages<Traits>::bring(shared, half, half, !each_key);
+    for (int half = 0; half < min(2, quads); ++half) TileStages<Traits>::bring(shared, half, half, !each_key);
   }
   for (int r = threadIdx.x; r < Traits::kSegments * Traits::kQueries; r += Traits::kThreads) shared.not_finite[r] = 0;
   __syncthreads();
@@ -410,9 +410,9 @@ __device__ __forceinline__ void query_weights_sm90(const RankKeysParams& p, type
   __syncthreads();
 
   if (each_key)
-    weigh_tiles<Traits, true>(p, block, shared, first_super, groups);
+    weigh_tiles<Traits, true>(p, block, shared, first_super, quads);
   else
-    weigh_tiles<Traits, false>(p, block, shared, first_super, groups);
+    weigh_tiles<Traits, false>(p, block, shared, first_super, quads);
 }
 
 }  // namespace s2o

@@ -159,13 +159,14 @@ def _itemsize(dtype: str) -> int:
 @remembered_or_made
 def batched(
     forms: tuple[Form, ...], config: S2OConfig | Pass, backend: str, layout: Any, is_causal: Any, scale: Any,
-    softcap: Any,
+    softcap: Any, share_of: int = 0,
 ) -> Batch:  # fmt: skip
-    """q, k and v in ``layout``: one problem."""
+    """q, k and v in ``layout``: one problem. ``share_of``: of `Problem`."""
     problem = validate(
         [x[0] for x in forms], [x[2] for x in forms], config=config, backend=backend, layout=layout,
         is_causal=is_causal, scale=scale, softcap=softcap,
     )  # fmt: skip
+    problem = replace(problem, share_of=share_of)
     return Batch([Part(0, problem.batch, 0, 0, problem)], problem, config, forms, layout=layout)
 
 

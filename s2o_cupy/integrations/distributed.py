@@ -41,8 +41,7 @@ class SequenceParallel:
     """Causal S2O attention of a sequence whose rows are spread over the ranks of a group.
 
     Chunks of whole segments are dealt out to the ranks in rounds, there and back: as much causal work for every rank.
-    Results are those of one call on one GPU, bit for bit. With "heads" the last queries (``dense_last``) may be
-    rounded otherwise, as their keys are cut into more parts where a call has few heads.
+    Results are those of one call on one GPU, bit for bit.
 
     - ``split="sequence"``: every rank attends its own queries, with all heads. Ranks send each other their keys and
       values round by round, while they attend to those that they have; each rank ends up with all of them in memory.
@@ -369,10 +368,11 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, config: S2OConfig, return_lse: bool,
     await_keys: Callable[[], None] | None = None,
 ) -> Any:  # fmt: skip
-    """`s2o_attention` into ``out``, all (batch, rows, heads, head_dim); lse or None. ``await_keys``: as of `run`."""
+    """`s2o_attention` into ``out``, all (batch, rows, heads, head_dim); lse or None. ``problem``: of all heads.
+    ``await_keys``: as of `run`."""
     call = Call({"q": q, "k": k, "v": v}, "auto", None, out)
     forms = tuple([x.form for x in call.infos])
-    batch = batched(forms, config, call.backend, "BSHD", True, problem.scale, problem.softcap)
+    batch = batched(forms, config, call.backend, "BSHD", True, problem.scale, problem.softcap, problem.heads)
     found = run(batch, call, return_lse=return_lse, return_stats=False, await_keys=await_keys)
     return found[1] if return_lse else None
 

@@ -29,12 +29,12 @@ class HeadGroup:
     heads: Index
     kv_heads: Index
 
-    def dense_heads(self, heads: int, seqlen_k: int) -> list[tuple[int, bool]]:
+    def dense_heads(self, heads: int, head_dim: int, seqlen_k: int) -> list[tuple[int, bool]]:
         """Its query heads of a layer's so many, each with whether it is dense on a GPU: the call has no more keys than
         make it plain dense attention, or this head's tau is 0. If ``dense_up_to`` is given, it alone decides."""
         members = range(heads)[self.heads] if isinstance(self.heads, slice) else self.heads
         config: Any = self.config
-        if seqlen_k <= dense_limit(config, len(members)):
+        if seqlen_k <= dense_limit(config, len(members), head_dim):
             return [(head, True) for head in members]
         if config.dense_up_to is not None or not isinstance(config.tau, tuple):
             return [(head, False) for head in members]

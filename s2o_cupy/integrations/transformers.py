@@ -189,7 +189,7 @@ class Asked(NamedTuple):
         found = [False] * self.query.shape[1]
         if self.query.is_cuda:
             for group in self.groups:
-                for head, dense in group.dense_heads(len(found), self.call.seqlen_k):
+                for head, dense in group.dense_heads(*self.query.shape[1::2], self.call.seqlen_k):
                     found[head] = dense
         return found
 

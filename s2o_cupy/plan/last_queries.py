@@ -3,13 +3,14 @@
 A q tile that walks all keys, one tile of them after the other, would take longer than all the rest of a call of few
 heads (docs/notebook/accuracy.md). So the candidates of such a segment are cut into parts. Pass 2 by lists, which starts
 from nothing, attends to each in a q tile of its own, and a kernel merges their outputs with what pass 1 left. How a
-segment is cut depends on where it stands and on the number of heads alone.
+segment is cut depends on where it stands and on the number of heads of the whole call alone.
 Pure: no array, no GPU, no CuPy.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,8 +28,9 @@ from .schedule import ScheduleShape
 
 __all__ = ["LastQueries", "kernels"]
 
-PART_KEYS, MOST_PARTS, LEAST_PART_KEYS, PART_GRAIN = 4096, 16, 1024, 128  # kPartKeys and so on
-EVEN_PARTS = 64  # of all heads of a segment, which with two segments are a part for each multiprocessor of Hopper
+MOST_PARTS, LEAST_PART_KEYS, PART_GRAIN = 16, 1024, 128  # the last two as in raw_kernels/last_queries/parts.cuh
+# Q tiles at a time, whatever the GPU, so that each rounds as the others do; what a tile costs, as a part of all keys.
+PART_TILES, TILE_START = 132, 1 / 80
 MERGE_ROWS = 4  # of a block: a warp each
 PART_LISTS = Kernel(
     Family("part_lists", "last_queries/part_lists.cu", "PartListsParams", 256, 4, knows_segments=False)
@@ -55,18 +57,22 @@ def merge_last(inputs: Inputs) -> Kernel:
     return Kernel(MERGE_LAST, inputs.dtype, inputs.head_dim)
 
 
-def even_parts(heads: int) -> int:
-    """Parts of a segment's keys that a call of so few heads has, if they are not too short."""
-    return max(1, min(MOST_PARTS, EVEN_PARTS // heads))
+@functools.lru_cache
+def most_parts(heads: int) -> int:
+    """Parts of a segment's keys in a call of so many query heads, if they are not too short: as many as take the least
+    time, of two segments and of three, as prompts of any length have them at their end."""
+
+    def time(parts: int) -> float:
+        rounds = sum(-(-segments * heads * parts // PART_TILES) for segments in (2, 3))
+        return rounds * (1 / parts + TILE_START)
+
+    return min(range(1, MOST_PARTS + 1), key=time)
 
 
 def parts_of(geometry: Geometry, n: int, heads: int) -> int:
     """Of the keys before segment ``n``'s dense ones (KeyPart in raw_kernels/last_queries/parts.cuh)."""
-    before, each = geometry.dense_keys(n)[0], PART_KEYS
-    while each * MOST_PARTS < before:
-        each *= 2
-    even = (before // even_parts(heads) // PART_GRAIN + 1) * PART_GRAIN
-    return -(-before // min(each, max(even, LEAST_PART_KEYS)))
+    before, most = geometry.dense_keys(n)[0], most_parts(heads)
+    return -(-before // max(-(-before // (most * PART_GRAIN)) * PART_GRAIN, LEAST_PART_KEYS))
 
 
 class Piece(NamedTuple):
@@ -88,7 +94,7 @@ class LastQueries:
         self.setting, self.first = setting, first
         problem, geometry = setting.problem, setting.geometry
         self.segments = geometry.segments - first
-        self.parts = max(parts_of(geometry, n, problem.heads) for n in range(first, geometry.segments))
+        self.parts = max(parts_of(geometry, n, problem.all_heads) for n in range(first, geometry.segments))
         self.parts += not problem.is_causal
         rows = min(geometry.segment, problem.seqlen_q)
         fits = budget // (self.parts * rows * (setting.inputs.head_dim * ITEM_BYTES + 4))  # segments of one head
@@ -137,7 +143,7 @@ class LastQueries:
         values = {
             "geometry": build.geometry, "first_segment": self.first, "segments": self.segments,
             "segments_each": self.segments_each, "parts": self.parts, "launches": self._attends,
-            "even_parts": even_parts(s.problem.heads),
+            "most_parts": most_parts(s.problem.all_heads),
         }  # fmt: skip
         threads = max(s.geometry.seqlen_k, lists, self._attends)
         found = [build.launch("part_lists", PART_LISTS, -(-threads // PART_LISTS.threads), values)]

@@ -125,10 +125,10 @@ def _collects(problem: Problem, config: S2OConfig) -> bool:
 
 
 # Keys up to which dense attention is as fast as ordering and stopping, or takes little longer and is exact. On an H200
-# both took as long with 6, 12 and 32 query heads of 128 at about 11,900, 9,100 and 7,100 keys of a whole prompt: with
-# few heads each of a dozen launches leaves a GPU idle. So the limit is DENSE_UP_TO times the root of DENSE_HEADS over
-# the heads, in whole eighths of DENSE_UP_TO, and from DENSE_UP_TO up to 12 of them. Other sequences of a batch have no
-# part in it, as each is to have the bits of a call of its own.
+# both took as long with 4, 8, 12, 16 and 32 query heads of 128 at about 13,000, 11,300, 9,200, 7,700 and 7,200 keys of
+# a whole prompt, of 64 at 10,700, 8,700, 7,600, 7,100 and 6,700, with 16 and 32 of 256 at some 8,000: with few heads
+# each of a dozen launches leaves a GPU idle. So in eighths of DENSE_UP_TO the limit goes with the root of DENSE_HEADS
+# over the heads. Other sequences of a batch have no part in it, as each is to have the bits of a call of its own.
 DENSE_UP_TO, DENSE_HEADS, MOST_EIGHTHS = 8192, 16, 12
 
 
@@ -136,24 +136,27 @@ def is_dense(problem: Problem, config: S2OConfig | Pass) -> bool:
     """Whether the call is plain dense attention: one pass, no order."""
     if isinstance(config, Pass):
         return config.segment is None
-    return problem.seqlen_k <= dense_limit(config, problem.heads)
+    return problem.seqlen_k <= dense_limit(config, problem.heads, problem.head_dim)
 
 
-def dense_limit(config: S2OConfig, heads: int) -> float:
+def dense_limit(config: S2OConfig, heads: int, head_dim: int) -> float:
     """Keys up to which a call on a GPU is plain dense attention. ``heads``: query heads."""
     if config.dense_up_to is not None:
         return config.dense_up_to
-    return math.inf if config.never_stops else dense_by_default(heads)
+    return math.inf if config.never_stops else dense_by_default(heads, head_dim)
 
 
-def dense_by_default(heads: int) -> int:
+def dense_by_default(heads: int, head_dim: int) -> int:
     """The same, where nobody says how many."""
-    return DENSE_UP_TO * min(max(8, int(8 * math.sqrt(DENSE_HEADS / max(1, heads)))), MOST_EIGHTHS) // 8
+    eighths = min(int(8 * math.sqrt(DENSE_HEADS / max(1, heads))), MOST_EIGHTHS)
+    if head_dim <= 64:
+        eighths = eighths * 5 // 6
+    return DENSE_UP_TO * max(eighths, 7 if head_dim <= 128 else 8) // 8
 
 
 def dense_reason(problem: Problem, config: S2OConfig) -> str | None:
     """Why a call is plain dense attention; None where it is not."""
-    limit = dense_limit(config, problem.heads)
+    limit = dense_limit(config, problem.heads, problem.head_dim)
     if problem.seqlen_k > limit:
         return None
     return "tau is 0" if limit == math.inf else f"seqlen_k is {problem.seqlen_k:,}, and dense_up_to {limit:,}"

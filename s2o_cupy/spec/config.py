@@ -176,8 +176,9 @@ class S2OConfig:
         else "portable" (8.0 and newer: mma.sync). A path by name is an error where it cannot run, as on the CPU.
     dense_up_to : int, optional
         Keys (seqlen_k) up to which the GPU computes plain dense attention, as ordering would cost more than it saves.
-        Default, as was measured: 8192, with up to 12 query heads more (9,216 with 12, 11,264 with 8, 12,288 with up to
-        7; of one call, whatever the batch), and any length at tau 0, which is dense by definition.
+        Default, as was measured, by query heads of a call, whatever the batch: 7,168 with 17 or more, 8,192 with 13 to
+        16, 9,216 with 12, 11,264 with 8, 12,288 with up to 7; of a head_dim up to 64 a sixth less, but 7,168; of one
+        above 128 8,192 or more. And any length at tau 0, which is dense by definition.
         0: never. The reference on the CPU ignores it.
     tail : {"none", "first_order"}, optional
         What the candidates count for that a tile of queries did not visit: "none" (the paper), nothing;
@@ -187,7 +188,7 @@ class S2OConfig:
     dense_last : int, optional
         Queries at the end that attend to all their keys, rounded up to whole segments: a prompt ends with what is
         asked of it, and single rows there decide what is generated. Default, with rank "query" or "weight" in a causal
-        call of a whole prompt (seqlen_q is seqlen_k): 256, or a longer segment, where they are at most one in 32; else
+        call of a whole prompt (seqlen_q is seqlen_k): 256, or a longer segment, where they are at most one in 28; else
         0.
     error : float or sequence of float, optional
         Instead of tau: rel_l2 against dense attention, ||o - dense|| / ||dense||, between 0 and 1, for all heads or one

@@ -34,7 +34,7 @@ MAX_SEGMENT = 8192  # a query's offset is 13 bits of the 32 by which a segment's
 MOST_WEIGHED = 256  # pooled queries of a segment of rank="weight"
 UNITS = (1, 2, 4, 8, 16, 32, 64, 128)  # neighbouring keys that may be ordered together
 DENSE_LAST = 256  # queries at the end of a call that attend to all their keys
-DENSE_LAST_PART = 32  # where they are at most one in so many
+DENSE_LAST_PART = 28  # where they are at most one in so many
 # An outlier counts for its part of the unit, and of that for 2 ** -OUTLIER_SHIFT: it decides where it outweighs its
 # neighbours by far, as a sequence's first key does. Choosing every unit by its largest key would bias what is visited.
 OUTLIER_SHIFT = 4

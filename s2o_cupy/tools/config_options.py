@@ -91,8 +91,8 @@ def add_config(parser: argparse.ArgumentParser, defaults: S2OConfig, found: Sequ
             said = f"{spec.DEFAULT_TAU_WITH_TAIL} with --rank query and its tail, else {spec.DEFAULT_TAU}; over "
             said += f"{spec.LONG_FROM:,} keys less by the square root of their number"
         if field.name == "dense_up_to" and default is None:
-            few, many = dense_by_default(6), dense_by_default(64)
-            said = f"{many} with many heads, {few} with 6, and any at tau 0"
+            few, many = dense_by_default(6, 128), dense_by_default(32, 128)
+            said = f"{many} with 32 heads of 128, {few} with 6, and any at tau 0"
         if field.name == "dense_last" and default is None:
             said = f"{spec.DENSE_LAST} of {spec.DENSE_LAST * spec.DENSE_LAST_PART} or more, with --rank query or weight"
         if field.name == "error":

@@ -149,7 +149,7 @@ def table(found: dict[str, Any]) -> str:
         f"head_dim {head_dim}, {shapes['dtype']}, causal",
         f"{_stop(config)}, segment {config['segment']}, units of {config['unit']}, tiles of {config['block_m']} "
         f"queries x {config['block_n']} keys; density = pairs computed / causal pairs; errors against dense in float64",
-        *_unlike_the_defaults(config, seqlen_k, heads),
+        *_unlike_the_defaults(config, seqlen_k, heads, head_dim),
         "",
         f"{'head':>6} {'density':>9} {'rel_l2':>9} {'cosine':>10} {'earlier keys: mass':>20} {'left out of it':>15}",
     ]
@@ -200,7 +200,7 @@ def _stop(config: dict[str, Any]) -> str:
     return f"tau {tau_text(config['tau'])}"
 
 
-def _unlike_the_defaults(config: dict[str, Any], seqlen_k: int, heads: int) -> list[str]:
+def _unlike_the_defaults(config: dict[str, Any], seqlen_k: int, heads: int, head_dim: int) -> list[str]:
     """Lines of what differs from a plain call on such an input."""
     lines = []
     of_rank = S2OConfig(rank=config["rank"])
@@ -220,11 +220,11 @@ def _unlike_the_defaults(config: dict[str, Any], seqlen_k: int, heads: int) -> l
         changed.append(f"error {tau_text(config['error'])} instead of a tau")
     if changed:
         lines.append(f"Not the library's defaults: {', '.join(changed)}")
-    limit = launch_plan.dense_by_default(heads)
+    limit = launch_plan.dense_by_default(heads, head_dim)
     if config["dense_up_to"] == 0 and seqlen_k <= limit:
         lines.append(
-            f"With {heads} heads a GPU attends densely to up to {limit:,} keys by default, as an order would take "
-            "longer than it saves; here S2O runs all the same, to show what it leaves out"
+            f"With {heads} heads of {head_dim} a GPU attends densely to up to {limit:,} keys by default, as an order "
+            "would take longer than it saves; here S2O runs all the same, to show what it leaves out"
         )
     return lines
 

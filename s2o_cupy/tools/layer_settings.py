@@ -26,7 +26,7 @@ __all__ = [
     "read_settings",
 ]  # fmt: skip
 
-MIN_SEQLEN = 8192  # keys of a call, if nobody says: up to so many a call on a GPU is plain dense attention anyway
+MIN_SEQLEN = 8192  # keys of a call, if nobody says: from about so many on S2O is faster than dense attention
 BY = ("model", "layer", "head")  # what may have a tau of its own
 PerLayer = Mapping[int | tuple[int, int], S2OConfig | None]
 

@@ -114,7 +114,7 @@ def unit_rows_parts(kernel: Kernel, runs: int, in_bytes: bool, limits: DeviceLim
     centre anew, and has as many rows as its threads load at a time or, where there are none, the mean of a block."""
     at_once = UNIT_ROW_LOADS * THREADS // (kernel.head_dim // 8)
     most = min(8, SUPER_UNITS * kernel.clusters // at_once) if in_bytes else SUPER_UNITS // BLOCK_UNITS
-    return 1 << min(most, max(1, 2 * limits.multiprocessors // runs)).bit_length() - 1
+    return 1 << min(most, max(1, 3 * limits.multiprocessors // runs)).bit_length() - 1
 
 
 def unit_row_tiles(units: int, clusters: int) -> int:
