@@ -125,10 +125,10 @@ def _collects(problem: Problem, config: S2OConfig) -> bool:
 
 
 # Keys up to which dense attention is as fast as ordering and stopping, or takes little longer and is exact. On an H200
-# both took as long with 4, 8, 12, 16 and 32 query heads of 128 at about 13,000, 11,300, 9,200, 7,700 and 7,200 keys of
-# a whole prompt, of 64 at 10,700, 8,700, 7,600, 7,100 and 6,700, with 16 and 32 of 256 at some 8,000: with few heads
-# each of a dozen launches leaves a GPU idle. So in eighths of DENSE_UP_TO the limit goes with the root of DENSE_HEADS
-# over the heads. Other sequences of a batch have no part in it, as each is to have the bits of a call of its own.
+# both took as long with 4, 8, 12, 16 and 32 query heads of 128 at about 13,000, 11,300, 9,200, 7,700 and 7,400 keys of
+# a whole prompt, of 64 at 10,700, 8,700, 7,600, 7,100 and 7,000, with 16 of 256 at 7,800: with few heads each of a
+# dozen launches leaves a GPU idle. So in eighths of DENSE_UP_TO the limit goes with the root of DENSE_HEADS over the
+# heads. Other sequences of a batch have no part in it, as each is to have the bits of a call of its own.
 DENSE_UP_TO, DENSE_HEADS, MOST_EIGHTHS = 8192, 16, 12
 
 
