@@ -102,8 +102,6 @@ def time_and_loss(rows: dict[str, list[Row]]) -> Any:
             f"{row['s2o_ms'] / row['cudnn_ms']:.2f}", (row["length"], row["s2o_ms"]), xytext=(3, -12),
             textcoords="offset points", color=BLUE, fontsize=9,
         )  # fmt: skip
-    time.axvspan(lengths[0] / 1.3, 8192 * 1.15, color="#888888", alpha=0.12, lw=0)
-    time.text(lengths[0] / 1.2, 200, "up to 8K:\ndense", fontsize=9, color=GREY, va="top")
     time.set(yscale="log", ylabel="ms", title="Time of a call; beside it S2O / cuDNN")
     time.set(xlim=(lengths[0] / 1.3, lengths[-1] * 1.8), ylim=(0.5, 600))
     time.legend(frameon=False, loc="lower right")

@@ -11,6 +11,7 @@ from packs import bits, starts
 from ragged_pages import differing
 
 from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_varlen
+from s2o_cupy.plan.last_queries import parts_of
 from s2o_cupy.spec import Geometry
 from s2o_cupy.tools import error_per_head, metrics
 
@@ -116,26 +117,37 @@ def test_what_is_refused(last):
         S2OConfig(dense_last=last)
 
 
-def test_a_share_of_the_heads(device, qkv):
+def test_a_share_of_the_heads(device, qkv, monkeypatch):
     """Ranks that share the heads of a call cut keys as one call of all heads does, and so round as it does."""
     pytest.importorskip("torch")
-    from s2o_cupy.integrations.distributed import _attend
+    import s2o_cupy.integrations.distributed as module
     from s2o_cupy.problem import cached_validate
 
-    seqlen = 300 if device.kind == "cpu" else 3000  # on a GPU two parts of 32 heads, three of 8 alone
-    config = replace(device.config, dense_last=100)
+    config, seqlen = replace(device.config, dense_last=100), 300 if device.kind == "cpu" else 6000
+    if device.kind != "cpu":
+        last = Geometry(seqlen, seqlen, config.segment)
+        assert len({parts_of(last, last.segments - 1, heads) for heads in (8, 32)}) == 2  # or nothing is shown
     arrays = [device.array(x.swapaxes(1, 2)) for x in qkv(seqlen, heads=32, kv_heads=8)]
     shapes = tuple(tuple(x.shape) for x in arrays)
     backend = "numpy" if device.kind == "cpu" else "cupy"
     problem = cached_validate(shapes, (device.dtype,) * 3, config, backend, "BSHD", True, None, 0.0)
 
+    run, shares = module.run, []
+
+    def seen(batch, call, **options):
+        shares.append(batch.whole.share_of)
+        return run(batch, call, **options)
+
+    monkeypatch.setattr(module, "run", seen)
+
     def attend(begin, end):
         part = [x[:, :, begin // n : end // n] for x, n in zip(arrays, (1, 4, 4), strict=True)]
         out = device.poisoned(part[0].shape)
-        return out, _attend(*part, out, problem, config, True)
+        return out, module._attend(*part, out, problem, config, True)
 
     whole, lse = attend(0, 32)
     for begin, end in ((0, 8), (12, 20)):
         o, of_heads = attend(begin, end)
         np.testing.assert_array_equal(bits(o), bits(whole[:, :, begin:end]))
         np.testing.assert_array_equal(device.host(of_heads), device.host(lse)[:, begin:end])
+    assert shares == [32] * 3

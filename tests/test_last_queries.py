@@ -125,23 +125,38 @@ def test_parts_of_a_segment(before, heads):
     assert -(-before // (each + PART_GRAIN)) <= parts <= -(-before // each)
 
 
-@pytest.mark.parametrize(
-    ("heads", "most"),
-    [(1, 16), (4, 11), (6, 11), (8, 16), (12, 11), (16, 8), (24, 11), (28, 9), (32, 4), (40, 3), (64, 2), (128, 1)],
-)
-def test_parts_by_heads(heads, most):
-    """As many tiles as keep 132 multiprocessors at work, of the two or three segments of the last 256 queries."""
-    assert most_parts(heads) == most
-    for segments in (2, 3):
-        tiles = segments * heads * most
-        assert heads < 7 or tiles > 0.9 * 132 * -(-tiles // 132)
+@given(heads=st.integers(1, 300))
+def test_parts_by_heads(heads):
+    """So many that q tiles of two and of three segments, which the last 256 queries are in, take the least time on 132
+    multiprocessors, if each part costs an eightieth of all keys on top of its own."""
+
+    def keys(parts):
+        return sum(-(-segments * heads * parts // 132) for segments in (2, 3)) / parts
+
+    found = most_parts(heads)
+    for parts in range(1, MOST_PARTS + 1):
+        assert keys(found) * (1 + found / 80) <= keys(parts) * (1 + parts / 80) + 1e-9
+
+
+def test_parts_fill_a_gpu():
+    """Of models' heads, or of a rank's share of them."""
+    for heads in (8, 12, 16, 24, 28, 32, 40, 64, 128):
+        for segments in (2, 3):
+            tiles = segments * heads * most_parts(heads)
+            assert tiles > 0.9 * 132 * -(-tiles // 132), heads
 
 
 def test_a_share_of_the_heads_has_the_parts_of_all():
-    plan, *_ = launched(problem_of(16384, heads=32, kv_heads=8), CONFIG)
-    of_share, *_ = launched(replace(problem_of(16384, heads=4, kv_heads=1), share_of=32), CONFIG)
-    alone, *_ = launched(problem_of(16384, heads=4, kv_heads=1), CONFIG)
-    assert plan.method.last.parts == of_share.method.last.parts == 4 < alone.method.last.parts
+    """In the plan, and in what kernels are told."""
+
+    def parts(problem):
+        plan, _, steps = launched(problem, CONFIG)
+        (lists,) = (x for x in steps if x.stage == "part_lists")
+        return plan.method.last.parts, int(lists.params["most_parts"])
+
+    share = problem_of(16384, heads=4, kv_heads=1)
+    assert parts(problem_of(16384, heads=32, kv_heads=8)) == parts(replace(share, share_of=32)) == (4, 4)
+    assert parts(share) == (11, 11)
 
 
 @given(

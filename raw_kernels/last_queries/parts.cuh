@@ -6,8 +6,8 @@ namespace s2o {
 
 constexpr int kLeastPartKeys = 1024, kPartGrain = 128;
 
-// Part number `part` of `parts`: of the keys before the segment's dense ones as many equal parts as `most_parts`, if these
-// are not too short. Without causality the last part is of the keys after them.
+// Part number `part` of `parts`: of the keys before the segment's dense ones as many equal parts as `most_parts`, if
+// these are not too short. Without causality the last part is of the keys after them.
 struct KeyPart {
   int begin, keys;
   __device__ __forceinline__ KeyPart(const Geometry& g, int segment, int part, int parts, int most_parts) {

@@ -177,8 +177,9 @@ class S2OConfig:
     dense_up_to : int, optional
         Keys (seqlen_k) up to which the GPU computes plain dense attention, as ordering would cost more than it saves.
         Default, as was measured, by query heads of a call, whatever the batch: 7,168 with 17 or more, 8,192 with 13 to
-        16, 9,216 with 12, 11,264 with 8, 12,288 with up to 7; of a head_dim up to 64 a sixth less, but 7,168; of one
-        above 128 8,192 or more. And any length at tau 0, which is dense by definition.
+        16, 9,216 with 11 or 12, 10,240 with 9 or 10, 11,264 with 8, 12,288 with up to 7. Of a head_dim up to 64 7,168
+        with 11 or more, 8,192 with 9 or 10, 9,216 with 8, 10,240 with up to 7; above 128 8,192 or more. And any length
+        at tau 0, which is dense by definition.
         0: never. The reference on the CPU ignores it.
     tail : {"none", "first_order"}, optional
         What the candidates count for that a tile of queries did not visit: "none" (the paper), nothing;

@@ -26,7 +26,7 @@ __all__ = [
     "read_settings",
 ]  # fmt: skip
 
-MIN_SEQLEN = 8192  # keys of a call, if nobody says: from about so many on S2O is faster than dense attention
+MIN_SEQLEN = 8192  # keys of a call, if nobody says; with more, `dense_up_to` still has a say
 BY = ("model", "layer", "head")  # what may have a tau of its own
 PerLayer = Mapping[int | tuple[int, int], S2OConfig | None]
 
