@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -144,6 +145,11 @@ def test_parts_fill_a_gpu():
         for segments in (2, 3):
             tiles = segments * heads * most_parts(heads)
             assert tiles > 0.9 * 132 * -(-tiles // 132), heads
+
+
+def test_kernels_cut_likewise():
+    header = (Path(__file__).parents[1] / "raw_kernels" / "last_queries" / "parts.cuh").read_text(encoding="utf-8")
+    assert f"kLeastPartKeys = {LEAST_PART_KEYS}, kPartGrain = {PART_GRAIN};" in header
 
 
 def test_a_share_of_the_heads_has_the_parts_of_all():
