@@ -141,6 +141,7 @@ def test_parts_by_heads(heads):
 
 def test_parts_fill_a_gpu():
     """Of models' heads, or of a rank's share of them."""
+    assert [most_parts(heads) for heads in (1, 4, 8, 32, 64, 128)] == [16, 11, 16, 4, 2, 1]
     for heads in (8, 12, 16, 24, 28, 32, 40, 64, 128):
         for segments in (2, 3):
             tiles = segments * heads * most_parts(heads)
