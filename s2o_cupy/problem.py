@@ -53,7 +53,7 @@ class Problem:
     scale: float
     softcap: float = 0.0
     drawn: int = 0  # of Geometry: only so many segments are attended
-    share_of: int = 0  # query heads of the call that this one has a share of, as whose it is to round; 0: it is whole
+    share_of: int = 0  # query heads of the call that this one is a share of, and rounds as; 0: it has all heads
 
     def __hash__(self) -> int:  # kept: calls look their preparation up by it
         return self._hash
@@ -64,7 +64,7 @@ class Problem:
 
     @property
     def all_heads(self) -> int:
-        """Query heads of the call that this is, or has a share of."""
+        """Query heads of the call that this one is, or is a share of."""
         return self.share_of or self.heads
 
     @property

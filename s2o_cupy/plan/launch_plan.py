@@ -128,7 +128,8 @@ def _collects(problem: Problem, config: S2OConfig) -> bool:
 # both took as long with 4, 8, 12, 16 and 32 query heads of 128 at about 13,000, 11,300, 9,200, 7,700 and 7,400 keys of
 # a whole prompt, of 64 at 10,700, 8,700, 7,600, 7,100 and 7,000, with 16 of 256 at 7,800: with few heads each of a
 # dozen launches leaves a GPU idle. So in eighths of DENSE_UP_TO the limit goes with the root of DENSE_HEADS over the
-# heads. Other sequences of a batch have no part in it, as each is to have the bits of a call of its own.
+# heads, a sixth less up to a head_dim of 64, and is seven of them or more, eight above 128. Other sequences of a batch
+# have no part in it, as each is to have the bits of a call of its own.
 DENSE_UP_TO, DENSE_HEADS, MOST_EIGHTHS = 8192, 16, 12
 
 
