@@ -69,14 +69,15 @@ __device__ __forceinline__ void attend_first_in_pages(const Params& params, type
   }
 }
 
-// One block of pass 2: rows of queries and of keys gathered as `Rows` says.
+// One block of pass 2: rows of queries and of keys gathered as `Rows` says. `maps`: of keys and values that come by boxes.
 template <class Traits, class Rows, class Params>
-__device__ __forceinline__ void attend_second(const Params& params, typename Traits::Shared& shared) {
+__device__ __forceinline__ void attend_second(const Params& params, typename Traits::Shared& shared,
+                                              const TensorMap* maps = nullptr) {
   static_assert(kFitsRegisters<Traits, kProducerRegisters<Traits>, kConsumerRegisters<Traits>>);
   initialise<Traits, true>(shared);
   if (threadIdx.x < kWarpgroup) {
     registers_shrink<kProducerRegisters<Traits>>();
-    produce_by_gathering<Traits, Rows>(params, shared);
+    produce_by_gathering<Traits, Rows>(params, shared, maps);
   } else {
     registers_grow<kConsumerRegisters<Traits>>();
     Consumer<Traits> my(shared, params);

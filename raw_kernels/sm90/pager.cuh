@@ -71,7 +71,7 @@ __device__ __forceinline__ void produce_from_pages(const Params& params, typenam
         asm volatile("" : "+r"(k_row), "+r"(v_row));  // before the wait, not after it
         if (tile + 1 < tiles) page = pages.page(entries, key(tile + 1));
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
-        layout.template gather<kBlockN>(shared_address(shared.k[k_ring.slot]), k, k_row, full(tile));
+        layout.gather_keys(shared_address(shared.k[k_ring.slot]), k, k_row, full(tile));
         barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
         k_ring.advance();
       }
@@ -80,7 +80,7 @@ __device__ __forceinline__ void produce_from_pages(const Params& params, typenam
         const uint16* q = params.q.at(described.batch, described.head_in_batch) + described.first * params.q.row;
         const uint32 q_row = q_units(described.first + row < g.seqlen_q ? row : -1);
         barrier_wait(shared.q_empty[slot], (nth / kQueryPlaces & 1) ^ 1);
-        layout.template gather<Traits::kBlockM>(shared_address(shared.q[slot]), q, q_row,
+        layout.gather_queries(shared_address(shared.q[slot]), q, q_row,
                                         whole_rows && described.first + Traits::kBlockM <= g.seqlen_q);
         barrier_arrive_after_copies(shared.q_full[slot]);
         barrier_arrive(shared.q_full[slot]);
@@ -88,7 +88,7 @@ __device__ __forceinline__ void produce_from_pages(const Params& params, typenam
         check();
       } else {
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
-        layout.template gather<kBlockN>(shared_address(shared.v[v_ring.slot]), v, v_before, full(tile - 1));
+        layout.gather_keys(shared_address(shared.v[v_ring.slot]), v, v_before, full(tile - 1));
         barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
         check();
         unchecked = v_ring;

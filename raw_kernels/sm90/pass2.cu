@@ -26,6 +26,16 @@ __device__ __forceinline__ void pass2_tail_sm90(const TailAttentionParams& param
 }
 
 template <class Traits>
+__device__ __forceinline__ void pass2_boxes_sm90(const MappedKeysParams& params, typename Traits::Shared& shared) {
+  sm90::attend_second<Traits, OrderedRows<Traits::kBlockM>>(params.attention, shared, &params.k);
+}
+
+template <class Traits>
+__device__ __forceinline__ void pass2_boxes_tail_sm90(const MappedTailParams& params, typename Traits::Shared& shared) {
+  sm90::attend_second<Traits, OrderedRows<Traits::kBlockM>>(params.attention, shared, &params.k);
+}
+
+template <class Traits>
 __device__ __forceinline__ void pass2_listed_sm90(const ListedAttentionParams& params,
                                                   typename Traits::Shared& shared) {
   sm90::attend_second<Traits, ListedRows<Traits::kBlockM>>(params, shared);

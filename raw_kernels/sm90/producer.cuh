@@ -12,8 +12,7 @@ struct CopyLayout {
   static constexpr int kHeadDim = Traits::kHeadDim;
   static constexpr int kLanes = kHeadDim / 8;
   static constexpr int kRows = 32 / kLanes;
-  static constexpr int kPassBytes = 4 * kRows * 128;  // from a pass's rows to the next's, in an atom
-  static constexpr bool kFlips = kRows == 1;  // they are 4 rows further, so every other pass is swizzled otherwise
+  static constexpr bool kFlips = kRows == 1;  // a pass is 4 rows further: every other one is swizzled otherwise
 
   uint32 target;  // of this thread's first chunk in a tile of keys
   int chunk;      // its offset in a row, in elements
@@ -22,32 +21,39 @@ struct CopyLayout {
   __device__ __forceinline__ explicit CopyLayout(int head_dim) {
     const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
     const int row = thread / 32 * kRows + lane / kLanes, c = lane % kLanes;
-    target = c / 8 * Traits::kKeyAtom + row * 128 + ((c % 8 ^ (row & 7)) << 4);
+    target = c / 8 * Traits::kColumnsStride + row / 8 * Traits::kRowsStride + row % 8 * 128 + ((c % 8 ^ (row & 7)) << 4);
     inside = c * 8 < head_dim;
     chunk = inside ? c * 8 : 0;
   }
-  // The same in a tile of kTileRows rows, whose atoms are as much longer.
-  template <int kTileRows>
-  __device__ __forceinline__ uint32 target_in() const {
-    if constexpr (kTileRows == Traits::kBlockN) return target;
-    return target + threadIdx.x % kLanes / 8 * (kTileRows - Traits::kBlockN) * 128;
+  // Bytes from a pass's rows to those of number `pass`, where kStride bytes lie between 8 rows and the next 8.
+  template <int kStride>
+  static __device__ __forceinline__ constexpr uint32 pass_bytes(int pass) {
+    return pass * 4 * kRows / 8 * kStride + pass * 4 * kRows % 8 * 128;
+  }
+  // The same in a tile of queries, which are in atoms of 64 columns.
+  __device__ __forceinline__ uint32 query_target() const {
+    const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
+    const int row = thread / 32 * kRows + lane / kLanes;
+    const int rows_apart = row / 8 * (kEightRows - Traits::kRowsStride);
+    return target + threadIdx.x % kLanes / 8 * (Traits::kQueryAtom - Traits::kColumnsStride) + rows_apart;
   }
   // The row of which this lane keeps it.
   static __device__ __forceinline__ int kept_row() {
     const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
     return lane % kLanes * (4 * kRows) + thread / 32 * kRows + lane / kLanes;
   }
-  // Starts the copy of kTileRows rows; `kept`: where this lane's row lies (RowUnits), or kNoRow for zeros, which kFull
-  // excludes.
-  template <int kTileRows, bool kFull>
+  // Starts the copy of kTileRows rows of queries (kOfQueries) or of keys; `kept`: where this lane's row lies (RowUnits), or
+  // kNoRow for zeros, which kFull excludes.
+  template <int kTileRows, bool kOfQueries, bool kFull>
   __device__ __forceinline__ void gather(uint32 tile, const uint16* data, uint32 kept) const {
     uint64 base = __cvta_generic_to_global(data + chunk);
     asm volatile("" : "+l"(base));  // one address, not the terms of a sum: a row's is then one multiply-add away
 #pragma unroll
     for (int pass = 0; pass < kTileRows / (4 * kRows); ++pass) {
       const uint32 units = __shfl_sync(kFullWarp, kept, pass, kLanes);
-      const uint32 first = tile + target_in<kTileRows>();
-      const uint32 to = (kFlips && pass % 2 ? first ^ 4 * 16 : first) + pass * kPassBytes;
+      const uint32 first = tile + (kOfQueries ? query_target() : target);
+      const uint32 further = pass_bytes<kOfQueries ? kEightRows : Traits::kRowsStride>(pass);
+      const uint32 to = (kFlips && pass % 2 ? first ^ 4 * 16 : first) + further;
       if (kFull) {
         cp_async_16(to, reinterpret_cast<const void*>(base + units * 16ull));
       } else {
@@ -56,13 +62,37 @@ struct CopyLayout {
       }
     }
   }
-  template <int kTileRows>
+  template <int kTileRows, bool kOfQueries>
   __device__ __forceinline__ void gather(uint32 tile, const uint16* data, uint32 kept, bool full) const {
     if (full) {
-      gather<kTileRows, true>(tile, data, kept);
+      gather<kTileRows, kOfQueries, true>(tile, data, kept);
     } else {
-      gather<kTileRows, false>(tile, data, kept);
+      gather<kTileRows, kOfQueries, false>(tile, data, kept);
     }
+  }
+  __device__ __forceinline__ void gather_keys(uint32 tile, const uint16* data, uint32 kept, bool full) const {
+    gather<Traits::kBlockN, false>(tile, data, kept, full);
+  }
+  __device__ __forceinline__ void gather_queries(uint32 tile, const uint16* data, uint32 kept, bool full) const {
+    gather<Traits::kBlockM, true>(tile, data, kept, full);
+  }
+};
+
+// How the copy engine brings a tile of keys or values: a lane asks for a box, neighbouring keys of a unit. Each warp asks
+// for a quarter of them: several ask faster than one.
+template <class Traits>
+struct BoxCopies {
+  static constexpr int kBoxes = Traits::kBlockN / Traits::kBoxKeys / (kWarpgroup / 32);  // of a warp
+  static constexpr uint32 kBoxBytes = Traits::kBoxKeys * Traits::kHeadDim * 2;
+  static __device__ __forceinline__ int box() { return threadIdx.x / 32 * kBoxes + threadIdx.x % 32 % kBoxes; }
+  // The first key of this lane's box.
+  static __device__ __forceinline__ int kept_row() { return box() * Traits::kBoxKeys; }
+  // The lane's box comes from position `key` on; past the array's end come zeros.
+  static __device__ __forceinline__ void bring(const uint16* tile, const TensorMap& map, uint64& full, int key,
+                                               int kv_head, int batch) {
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) barrier_expect(full, kBoxes * kBoxBytes);
+    if (lane < kBoxes) copy_box(shared_address(tile) + box() * kBoxBytes, map, full, 0, key, 0, kv_head, batch);
   }
 };
 
@@ -82,22 +112,25 @@ __device__ __forceinline__ void take_next(const Params& params, Shared& shared) 
 }
 
 // Looks up the next q tile's rows and first keys early: nobody knows when this one will stop, and a lookup takes as
-// long as the copy it serves. `row`: the one this thread keeps.
+// long as the copy it serves. `row`: the one this thread keeps; `key_row`: of a tile of keys.
 template <class Rows, class Params, class Shared>
-__device__ __forceinline__ void look_up_next(const Params& params, Shared& shared, int row) {
+__device__ __forceinline__ void look_up_next(const Params& params, Shared& shared, int row, int key_row) {
   named_sync(kNext, kWarpgroup);  // take_next is done
   if (shared.next.q_tile >= 0) {
     const int thread = threadIdx.x % kWarpgroup;
     const bool present = Rows::of_head(row) < shared.next.rows;
     shared.next.row[thread] =
         present ? shared.next.begin + Rows::query(params.geometry, shared.next.q_order, row) : -1;
-    shared.next.unit[thread] = row < shared.next.keys ? Rows::unit(params, shared.next.k_order, row) : -1;
+    shared.next.unit[thread] = key_row < shared.next.keys ? Rows::unit(params, shared.next.k_order, key_row) : -1;
   }
   named_sync(kNext, kWarpgroup);  // everybody has read what the next take_next writes: a q tile may be that short
 }
 
+// `maps`: of keys and values that come by boxes (Traits::kByBoxes).
 template <class Traits, class Rows, class Params>
-__device__ __forceinline__ void produce_by_gathering(const Params& params, typename Traits::Shared& shared) {
+__device__ __forceinline__ void produce_by_gathering(const Params& params, typename Traits::Shared& shared,
+                                                     const TensorMap* maps) {
+  constexpr bool kByBoxes = Traits::kByBoxes;
   constexpr int kStages = Traits::kStages, kBlockN = Traits::kBlockN, kTilesPerStopCheck = Traits::kTilesPerStopCheck;
   constexpr int kQueryPlaces = Traits::kQueryPlaces, kBlockM = Traits::kBlockM;
   constexpr bool kPaged = Traits::kPaged;
@@ -107,6 +140,7 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
   const Pages& pages = params.pages;
   const CopyLayout<Traits> layout(g.head_dim);
   const int row = layout.kept_row(), thread = threadIdx.x % kWarpgroup;
+  const int key_row = kByBoxes ? BoxCopies<Traits>::kept_row() : row;
   constexpr int kRows = kBlockM / Rows::kHeads;  // of a head
   const RowUnits<false> q_units(pages, params.q);
   const RowUnits<kPaged> k_units(pages, params.k), v_units(pages, params.v);
@@ -139,12 +173,28 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
   }
   Ring<kStages> k_ring, v_ring;
   uint32 voted = 0;  // stop checks of the q tiles before this one
+  // By boxes: the copies of a tail, of which a warp tells once all its threads' have landed.
+  [[maybe_unused]] uint64 *tail_k = nullptr, *tail_v;
+  const auto report_tail = [&] {
+    if (!kByBoxes || tail_k == nullptr) return;
+    cp_async_wait<0>();
+    fence_for_wgmma();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      barrier_arrive(*tail_k);
+      barrier_arrive(*tail_v);
+    }
+    tail_k = nullptr;
+  };
   for (uint32 nth = 0;; ++nth) {
     const uint32 slot = nth % kQueryPlaces, nth_parity = nth / kQueryPlaces & 1, place = nth % kPlaces;
     await_q_tile(shared, nth);
     const int q_tile = shared.q_tile[place];
     barrier_arrive(shared.q_tile_empty[place]);
-    if (q_tile < 0) return;
+    if (q_tile < 0) {
+      report_tail();
+      return;
+    }
 
     const Rows rows(params, q_tile);
     const int batch = rows.batch(params.heads), kv_head = rows.kv_head(params.heads, params.kv_heads);
@@ -154,10 +204,10 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
     const int* order = rows.key_order(params);
     // Of the key that this thread looks up for a tile: its unit, a load that is waited for by who asks for its key.
     const auto unit = [&](int tile) {
-      const int i = tile * kBlockN + row;
+      const int i = tile * kBlockN + key_row;
       return i < count ? Rows::unit(params, order, i) : -1;
     };
-    const auto key = [&](int unit, int tile) { return Rows::key(params, unit, tile * kBlockN + row); };
+    const auto key = [&](int unit, int tile) { return Rows::key(params, unit, tile * kBlockN + key_row); };
 
     const int position = nth == 0 ? rows(row) : shared.next.row[threadIdx.x];
     int ahead = nth == 0 ? unit(0) : shared.next.unit[threadIdx.x];  // the next unit, on its way
@@ -187,32 +237,45 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
       const uint32 v_before = v_row;
       if (tile < tiles) {
         const int now = kPaged ? pages.slot_in(page, paged_key) : key(ahead, tile);
-        k_row = k_units(now);
-        v_row = value_units(now);
-        asm volatile("" : "+r"(k_row), "+r"(v_row));  // before the wait, not after it
+        if constexpr (kByBoxes) {
+          k_row = v_row = now < 0 ? g.seqlen_k : now;
+          asm volatile("" : "+r"(k_row));
+        } else {
+          k_row = k_units(now);
+          v_row = value_units(now);
+          asm volatile("" : "+r"(k_row), "+r"(v_row));  // before the wait, not after it
+        }
         if (!kPaged && tile + 1 < tiles) ahead = unit(tile + 1);
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
-        layout.template gather<kBlockN>(shared_address(shared.k[k_ring.slot]), k, k_row, full(tile));
-        barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
+        if constexpr (kByBoxes) {
+          BoxCopies<Traits>::bring(shared.k[k_ring.slot], maps[0], shared.k_full[k_ring.slot], k_row, kv_head, batch);
+        } else {
+          layout.gather_keys(shared_address(shared.k[k_ring.slot]), k, k_row, full(tile));
+          barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
+        }
         k_ring.advance();
         if constexpr (kPaged) look_up_page(tile + 1);
       }
       if (tile == 0) {
+        report_tail();
         barrier_wait(shared.q_empty[slot], nth_parity ^ 1);
         if (kBlockM == kWarpgroup || row < kBlockM) shared.rows[nth % 2][row] = position;
-        layout.template gather<kBlockM>(shared_address(shared.q[slot]),
-                                        params.q.at(batch, rows.head_in_batch(params.heads)),
-                                        query_units(position), whole_rows && rows.count == kRows);
+        layout.gather_queries(shared_address(shared.q[slot]), params.q.at(batch, rows.head_in_batch(params.heads)),
+                              query_units(position), whole_rows && rows.count == kRows);
         barrier_arrive_after_copies(shared.q_full[slot]);
         barrier_arrive(shared.q_full[slot]);
         if (!kTakesLate && threadIdx.x == 0) take_next<Rows>(params, shared);
-        if (Rows::kListed && tiles == 0) look_up_next<Rows>(params, shared, row);
+        if (Rows::kListed && tiles == 0) look_up_next<Rows>(params, shared, row, key_row);
       } else {
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
-        layout.template gather<kBlockN>(shared_address(shared.v[v_ring.slot]), v, v_before, full(tile - 1));
-        barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
+        if constexpr (kByBoxes) {
+          BoxCopies<Traits>::bring(shared.v[v_ring.slot], maps[1], shared.v_full[v_ring.slot], v_before, kv_head, batch);
+        } else {
+          layout.gather_keys(shared_address(shared.v[v_ring.slot]), v, v_before, full(tile - 1));
+          barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
+        }
         v_ring.advance();
-        if (!kTakesLate && tile == 1) look_up_next<Rows>(params, shared, row);
+        if (!kTakesLate && tile == 1) look_up_next<Rows>(params, shared, row, key_row);
       }
     }
     const int stop_checks =
@@ -226,23 +289,32 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
         const int64 moments = moments_of(params, rows);
         if (row < Traits::kHeadDim)
           cp_async_4(shared_address(shared.mean_values + row), params.mean_values + moments * Traits::kHeadDim + row);
-        layout.template gather<kBlockN>(
+        layout.gather_keys(
             shared_address(shared.v[v_ring.slot]),
             params.covariances + moments * (Traits::kHeadDim * Traits::kHeadDim),
             row < Traits::kHeadDim ? row * (Traits::kHeadDim / 8) : kNoRow, Traits::kHeadDim == kBlockN && whole_rows);
-        barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
-        v_ring.advance();
+        if constexpr (!kByBoxes) {
+          barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
+          v_ring.advance();
+        }
         int slot_of_sample = Rows::key(params, sample, i);
         if constexpr (kPaged) slot_of_sample = pages.slot(pages.of(table_row), slot_of_sample);
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
-        layout.template gather<kBlockN>(shared_address(shared.k[k_ring.slot]), k, k_units(slot_of_sample), whole_rows);
-        barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
+        layout.gather_keys(shared_address(shared.k[k_ring.slot]), k, k_units(slot_of_sample), whole_rows);
+        if constexpr (kByBoxes) {  // told of later: the next q tile's first keys are asked for meanwhile
+          cp_async_commit();
+          tail_k = &shared.k_full[k_ring.slot];
+          tail_v = &shared.v_full[v_ring.slot];
+          v_ring.advance();
+        } else {
+          barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
+        }
         k_ring.advance();
       }
     }
     if (kTakesLate) {
       if (threadIdx.x == 0) take_next<Rows>(params, shared);
-      look_up_next<Rows>(params, shared, row);
+      look_up_next<Rows>(params, shared, row, key_row);
     }
     // Rows of the q tile before this one are read until it is done, and there is room for two.
     if (threadIdx.x == 0) publish<2>(shared, nth + 1, shared.next.q_tile, nullptr, shared.next.tau);

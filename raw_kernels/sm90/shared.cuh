@@ -17,6 +17,15 @@ struct Mapped {
 using MappedAttentionParams = Mapped<AttentionParams>;
 using MappedPackedAttentionParams = Mapped<PackedAttentionParams>;
 
+// Pass 2's, where the copy engine brings units of keys.
+template <class Params>
+struct MappedKeys {
+  TensorMap k, v;
+  Params attention;
+};
+using MappedKeysParams = MappedKeys<AttentionParams>;
+using MappedTailParams = MappedKeys<TailAttentionParams>;
+
 namespace sm90 {
 
 constexpr int kStopCheckKeys = 128;  // block_n
@@ -73,6 +82,10 @@ struct Traits {
   static constexpr int kHeadDim = kHeadDim_;  // head_dim rounded up; the columns past head_dim are zeros
   static constexpr int kStages = kStages_;    // key and value tiles in shared memory
   static constexpr bool kPaged = kPaged_;     // k and v are a paged cache
+  // Pass 2: whether keys and values come by the copy engine, and neighbouring keys of a box of these: 2 KiB or more, as
+  // smaller ones take it as long.
+  static constexpr bool kByBoxes = false;
+  static constexpr int kBoxKeys = kHeadDim == 64 ? 16 : 8;
   static constexpr int kDimTiles = kHeadDim / 8;
   static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "head_dim is padded to 64, 128 or 256");
   static_assert(kBlockM == 128 || (kBlockM == 64 && kHeadDim <= 128), "two warpgroups, or one, with head_dim up to 128");
@@ -114,6 +127,12 @@ struct Traits {
 template <class Element, int kHeadDim, int kStages, bool kPaged>
 struct WholeRowTraits : Traits<Element, kHeadDim, kStages, kPaged> {
   static constexpr int kRowsStride = kHeadDim / 64 * kEightRows, kColumnsStride = kEightRows;
+};
+
+// The same for pass 2 by boxes of neighbouring keys of a unit.
+template <class Element, int kHeadDim, int kStages, bool kPaged>
+struct BoxTraits : WholeRowTraits<Element, kHeadDim, kStages, kPaged> {
+  static constexpr bool kByBoxes = true;
 };
 
 // The same for pass 1 by tensor maps. Products of head_dim 64 are so short that waiting for a turn costs more than it
@@ -192,8 +211,10 @@ __device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
       barrier_init(shared.q_tile_empty[s], 32 * Traits::kConsumerWarps + kProducers);
     }
     for (int s = 0; s < Traits::kStages; ++s) {
-      barrier_init(shared.k_full[s], kCopiers);
-      barrier_init(shared.v_full[s], kCopiers);
+      // By boxes each warp arrives, also those that copy nothing: none of them may fall behind the votes.
+      constexpr int kOfKeys = Traits::kByBoxes ? kWarpgroup / 32 : kCopiers;
+      barrier_init(shared.k_full[s], kOfKeys);
+      barrier_init(shared.v_full[s], kOfKeys);
       barrier_init(shared.k_empty[s], Traits::kConsumerWarps);
       barrier_init(shared.v_empty[s], Traits::kConsumerWarps);
     }

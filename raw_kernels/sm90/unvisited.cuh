@@ -62,12 +62,13 @@ __device__ __forceinline__ void add_unvisited(Consumer<Traits>& my, const TailAt
   uint32 queries[kHeadDim / 16][4];
   load_queries(my, nth, queries);
   barrier_wait(my.shared.v_full[my.v_ring.slot], my.v_ring.parity);
-  const uint32 covariance = tile_descriptor(shared_address(my.shared.v[my.v_ring.slot]), 0);
+  const uint32 covariance = tile_descriptor(shared_address(my.shared.v[my.v_ring.slot]), 0);  // in place of values
   float (&x)[Traits::kKeyTiles * 4] = my.s;
   wgmma_fence();
 #pragma unroll
   for (int c = 0; c < kHeadDim / 16; ++c)
-    Wgmma<Bfloat16>::rs_rows(x, queries[c], descriptor_at(covariance, c / 4 * Traits::kKeyAtom + c % 4 * 32), c > 0);
+    Wgmma<Bfloat16>::template rs_rows<Traits::kRowsStride>(
+        x, queries[c], descriptor_at(covariance, c / 4 * Traits::kColumnsStride + c % 4 * 32), c > 0);
   wgmma_commit();
   release(my, my.shared.q_empty[nth % Traits::kQueryPlaces]);
   const bool finite = moments_are_finite<kHeadDim>(my.shared.mean_values);

@@ -26,7 +26,7 @@ from ..spec import Pass, S2OConfig
 from . import compiler
 from .graphs import GRAPH_LAUNCHES, LAUNCHED
 from .program import Program, make_context_current
-from .tensor_maps import maps_of_pass1
+from .tensor_maps import maps_of_boxes, maps_of_pass1
 
 __all__ = [
     "Call", "Launched", "Memory", "Prepared", "allocate", "prepared", "run", "run_in_turn", "run_pass1",
@@ -197,8 +197,8 @@ class Prepared:
         self.own: list[tuple[str, str]] = [(name, name) for name in ("taus", "lse", "visited") if name in places]
         if layout.is_fp8:
             self.own += zip(("k", "v"), COLLECTED, strict=True)
-        # The launch, pass 1 on Hopper, that takes three tensor maps, the arrays that they are of, and their addresses.
-        self.mapped = next((i for i, x in enumerate(steps) if x.kernel.family.params.map_bytes), None)
+        # The launches, of the passes on Hopper, that take tensor maps, the arrays that these are of, and their addresses.
+        self.mapped = [i for i, x in enumerate(steps) if x.kernel.family.params.map_bytes]
         collected = self.plan.collect_pages is not None
         k, v = (self.workspace.operand(x, 0) for x in COLLECTED) if collected else (operands["k"], operands["v"])
         self.map_operands = operands["q"], k, v
@@ -260,14 +260,17 @@ class Prepared:
         own = {name: address + places[place].offset for name, place in self.own if not getattr(at, name)}
         bases = at._replace(**own) if own else at
         self.program.point_to((*bases, address))
-        if self.mapped is not None:
+        if self.mapped:
             k, v = bases.k, bases.v
             if self.plan.collect_pages is not None:
                 k, v = (address + places[name].offset for name in COLLECTED)
             pointers = bases.q, k, v
             if pointers != self.map_pointers:
                 arrays = [x._replace(pointer=to) for x, to in zip(self.map_operands, pointers, strict=True)]
-                self.program.map_words(self.mapped)[:] = np.frombuffer(maps_of_pass1(arrays, self.plan), np.uint64)
+                for i in self.mapped:
+                    of_pass1 = self.program.launches[i].stage == "pass1"
+                    maps = maps_of_pass1(arrays, self.plan) if of_pass1 else maps_of_boxes(arrays[1:])
+                    self.program.map_words(i)[:] = np.frombuffer(maps, np.uint64)
                 self.map_pointers = pointers
         self._pointed = at, address
 

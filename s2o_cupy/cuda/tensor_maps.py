@@ -13,11 +13,11 @@ from typing import Any
 
 from ..arrays.operand import Operand
 from ..caches import remembered
-from ..plan.kernels import BOX_COLUMNS
+from ..plan.kernels import BOX_COLUMNS, box_keys
 from ..plan.launch_plan import LaunchPlan
 from ..spec import S2OError
 
-__all__ = ["maps_of_pass1", "page_map", "tensor_map"]
+__all__ = ["box_map", "maps_of_boxes", "maps_of_pass1", "page_map", "tensor_map"]
 
 # Enumerators of cuda.h.
 TYPE_UINT16, INTERLEAVE_NONE, SWIZZLE_128B, PROMOTION_L2_256B, FILL_ZEROS = 1, 0, 3, 3, 0
@@ -69,6 +69,26 @@ def page_map(
         (page_size // 8, 8 * strides[2], box_rows // 8), (reach // step + 1, step, 1),
     ]  # fmt: skip
     return _map(pointer, axes, shape, strides)
+
+
+@remembered
+def box_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+    """The map of a [batch, heads, seqlen, head_dim] array in boxes of `box_keys` whole rows. head_dim is a multiple of 64.
+
+    Its axes are [batch, heads, head_dim / 64, seqlen, 64]; else as of `tensor_map`.
+    """
+    batch, heads, seqlen, head_dim = shape
+    columns = head_dim // BOX_COLUMNS
+    axes = [
+        (BOX_COLUMNS, 1, BOX_COLUMNS), (seqlen, strides[2], box_keys(head_dim)), (columns, BOX_COLUMNS, columns),
+        (heads, strides[1], 1), (batch, strides[0], 1),
+    ]  # fmt: skip
+    return _map(pointer, axes, shape, strides)
+
+
+def maps_of_boxes(keys: Sequence[Operand]) -> bytes:
+    """Of k and v, as pass 2 reads units of them by boxes."""
+    return b"".join(box_map(x.pointer, x.shape, x.strides) for x in keys)
 
 
 def maps_of_pass1(operands: Sequence[Operand], plan: LaunchPlan) -> bytes:

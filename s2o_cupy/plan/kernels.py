@@ -21,6 +21,11 @@ HEAD_DIMS = (64, 128, 256)  # that kernels are compiled for
 BOX_COLUMNS = 64  # of a tensor map: 128 bytes of 16-bit elements, a row of the swizzle
 
 
+def box_keys(head_dim: int) -> int:
+    """Neighbouring keys of a box of whole rows, those of a unit or a part of them (sm90::BoxTraits::kBoxKeys)."""
+    return 16 if head_dim == 64 else 8
+
+
 def padded_head_dim(head_dim: int) -> int:
     return next(padded for padded in HEAD_DIMS if head_dim <= padded)
 
@@ -207,6 +212,10 @@ class Path:
 
     def paired(self, listed: Kernel) -> Kernel | None:
         """What does the same at tau 0 for two query heads at a time that share lists; None: it has nothing faster."""
+        return None
+
+    def by_boxes(self, pass2: Kernel, unit: int, head_dim: int) -> Kernel | None:
+        """What has the copy engine bring units of keys, of arrays; None: it has nothing faster."""
         return None
 
     def with_tail(self, pass2: Kernel) -> Kernel | None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from ..problem import GPU_BLOCK_M, Problem
 from ..spec import TAIL_SAMPLES, Geometry, Pass
 from .device import DeviceLimits
-from .kernels import BOX_COLUMNS, Family, Inputs, Kernel, Path, padded_head_dim
+from .kernels import BOX_COLUMNS, Family, Inputs, Kernel, Path, box_keys, padded_head_dim
 from .rounds import STEP
 
 __all__ = ["HOPPER", "PATHS", "PORTABLE", "WRITTEN_FOR", "choose_path", "device_path", "is_written_for", "path_of"]
@@ -236,6 +236,13 @@ class _Hopper(Path):
     def packed(self, pass1: Kernel) -> Kernel:
         return replace(pass1, family=_PACKED_SM90[pass1.family])
 
+    def by_boxes(self, pass2: Kernel, unit: int, head_dim: int) -> Kernel | None:
+        import os
+        if unit % box_keys(head_dim) or pass2.paged or head_dim != pass2.head_dim or os.environ.get("S2O_BOXES") == "0":
+            return None
+        family = _BOXES_SM90.get(pass2.family)
+        return family and replace(pass2, family=family)
+
     def with_tail(self, pass2: Kernel) -> Kernel | None:
         """Of tiles of 128: a tile of keys is then as large as a sample."""
         if pass2.family is not PASS2_SM90 or hopper_block_n(pass2.head_dim) != TAIL_SAMPLES:
@@ -327,6 +334,16 @@ PASS2_LADDER_SM90 = replace(
     PASS2_SM90, function="pass2_ladder_sm90", params_type="LadderAttentionParams",
     traits=f"LadderTraits<s2o::{_HOPPER_TRAITS}>",
 )  # fmt: skip
+
+_BOX_TRAITS = _HOPPER_TRAITS.replace("Traits", "BoxTraits")
+PASS2_BOXES_SM90 = replace(
+    PASS2_SM90, function="pass2_boxes_sm90", params_type="MappedKeysParams", traits=_BOX_TRAITS
+)
+PASS2_BOXES_TAIL_SM90 = replace(
+    PASS2_TAIL_SM90, function="pass2_boxes_tail_sm90", params_type="MappedTailParams",
+    traits=f"WithTail<s2o::{_BOX_TRAITS}>",
+)  # fmt: skip
+_BOXES_SM90 = {PASS2_SM90: PASS2_BOXES_SM90, PASS2_TAIL_SM90: PASS2_BOXES_TAIL_SM90}
 
 _HALF_TRAITS = _HOPPER_TRAITS.replace("{paged}", "{paged}, {block_m}")
 PASS2_HALF_SM90, PASS2_LISTED_HALF_SM90, PASS2_SKIPPING_HALF_SM90, PASS2_LADDER_HALF_SM90 = (
