@@ -46,6 +46,10 @@ __device__ __forceinline__ void cp_async_4(uint32 shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }
 
+__device__ __forceinline__ void cp_async_8(uint32 shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global) : "memory");
+}
+
 // Copies 16 bytes if `present`, else writes zeros: a handful of instructions less than a size that varies.
 __device__ __forceinline__ void cp_async_16_or_zeros(uint32 shared, const void* global, bool present) {
   asm volatile(
@@ -56,6 +60,8 @@ __device__ __forceinline__ void cp_async_16_or_zeros(uint32 shared, const void* 
 }
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {

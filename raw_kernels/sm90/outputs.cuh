@@ -1,6 +1,7 @@
 // From acc to rows of the output and back: what pass 1 leaves, pass 2 takes up.
 #pragma once
 #include "common/keep_finite.cuh"
+#include "sm90/products.cuh"
 #include "sm90/q_tiles.cuh"
 #include "sm90/softmax.cuh"
 
@@ -12,9 +13,35 @@ __device__ __forceinline__ int position_of(const QTile& tile, int row) {
   return row < tile.rows ? tile.first + row : -1;
 }
 
-// Takes up the state that pass 1 left: acc = out * l. Nobody stores a row that is not there (-1): it reads the first.
+// Takes up what pass 1 left of q tile number `nth`: acc = out * l. Nobody stores a row that is not there (-1): it reads
+// the first, or zeros.
 template <class Traits>
-__device__ __forceinline__ void resume(Consumer<Traits>& my, const QTile& tile, const int (&position)[2]) {
+__device__ __forceinline__ void resume(Consumer<Traits>& my, uint32 nth, const QTile& tile, const int (&position)[2]) {
+  if constexpr (Traits::kBringsState) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float2 ml = my.shared.states[nth % 2][my.first_row + 8 * h];
+      my.m[h] = ml.x;
+      my.l[h] = ml.y;
+      my.mass[h] = 0.f;
+    }
+    barrier_wait(my.shared.v_full[my.v_ring.slot], my.v_ring.parity);
+    const uint32 outputs = shared_address(my.shared.v[my.v_ring.slot]);
+    const int row = my.first_row - my.lane / 4 + my.lane % 16;
+#pragma unroll
+    for (int d = 0; d < Traits::kDimTiles; d += 2) {
+      uint32 x[4];  // [dim tile, row]
+      ldmatrix_x4(x, key_chunk<Traits>(outputs, row, d + my.lane / 16));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float* to = &my.acc[(d + i / 2) * 4 + i % 2 * 2];
+        to[0] = Traits::Element::low(x[i]) * my.l[i % 2];
+        to[1] = Traits::Element::high(x[i]) * my.l[i % 2];
+      }
+    }
+    release_v(my);
+    return;
+  }
   const int head_dim = my.params.geometry.head_dim;
   const uint16* out = my.params.out.at(tile.batch, tile.head_in_batch) + my.lane % 4 * 2;
   const float2* state = my.params.state + static_cast<int64>(tile.head) * my.params.geometry.seqlen_q;

@@ -173,18 +173,18 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
   }
   Ring<kStages> k_ring, v_ring;
   uint32 voted = 0;  // stop checks of the q tiles before this one
-  // By boxes: the copies of a tail, of which a warp tells once all its threads' have landed.
-  [[maybe_unused]] uint64 *tail_k = nullptr, *tail_v;
-  const auto report_tail = [&] {
-    if (!kByBoxes || tail_k == nullptr) return;
-    cp_async_wait<0>();
+  // Gathered copies that take the place of boxes, of which a warp tells once all its threads' have landed.
+  [[maybe_unused]] uint64 *waiting_k = nullptr, *waiting_v = nullptr;
+  const auto report = [&] {
+    if (!kByBoxes || waiting_v == nullptr) return;
+    cp_async_wait_all();
     fence_for_wgmma();
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
-      barrier_arrive(*tail_k);
-      barrier_arrive(*tail_v);
+      if (waiting_k) barrier_arrive(*waiting_k);
+      barrier_arrive(*waiting_v);
     }
-    tail_k = nullptr;
+    waiting_k = waiting_v = nullptr;
   };
   for (uint32 nth = 0;; ++nth) {
     const uint32 slot = nth % kQueryPlaces, nth_parity = nth / kQueryPlaces & 1, place = nth % kPlaces;
@@ -192,7 +192,7 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
     const int q_tile = shared.q_tile[place];
     barrier_arrive(shared.q_tile_empty[place]);
     if (q_tile < 0) {
-      report_tail();
+      report();
       return;
     }
 
@@ -257,16 +257,28 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
         if constexpr (kPaged) look_up_page(tile + 1);
       }
       if (tile == 0) {
-        report_tail();
+        report();
         barrier_wait(shared.q_empty[slot], nth_parity ^ 1);
         if (kBlockM == kWarpgroup || row < kBlockM) shared.rows[nth % 2][row] = position;
         layout.gather_queries(shared_address(shared.q[slot]), params.q.at(batch, rows.head_in_batch(params.heads)),
                               query_units(position), whole_rows && rows.count == kRows);
+        if constexpr (Traits::kBringsState)
+          cp_async_8(shared_address(&shared.states[nth % 2][row]),
+                     params.state + static_cast<int64>(rows.head) * g.seqlen_q + max(position, 0));
         barrier_arrive_after_copies(shared.q_full[slot]);
         barrier_arrive(shared.q_full[slot]);
+        if constexpr (Traits::kBringsState) {
+          barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
+          layout.gather_keys(shared_address(shared.v[v_ring.slot]),
+                             params.out.at(batch, rows.head_in_batch(params.heads)),
+                             RowUnits<false>(pages, params.out)(position), rows.count == kRows);
+          waiting_v = &shared.v_full[v_ring.slot];
+          v_ring.advance();
+        }
         if (!kTakesLate && threadIdx.x == 0) take_next<Rows>(params, shared);
         if (Rows::kListed && tiles == 0) look_up_next<Rows>(params, shared, row, key_row);
       } else {
+        report();
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
         if constexpr (kByBoxes) {
           BoxCopies<Traits>::bring(shared.v[v_ring.slot], maps[1], shared.v_full[v_ring.slot], v_before, kv_head, batch);
@@ -302,9 +314,8 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
         layout.gather_keys(shared_address(shared.k[k_ring.slot]), k, k_units(slot_of_sample), whole_rows);
         if constexpr (kByBoxes) {  // told of later: the next q tile's first keys are asked for meanwhile
-          cp_async_commit();
-          tail_k = &shared.k_full[k_ring.slot];
-          tail_v = &shared.v_full[v_ring.slot];
+          waiting_k = &shared.k_full[k_ring.slot];
+          waiting_v = &shared.v_full[v_ring.slot];
           v_ring.advance();
         } else {
           barrier_arrive_after_copies(shared.k_full[k_ring.slot]);

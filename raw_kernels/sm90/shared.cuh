@@ -84,7 +84,7 @@ struct Traits {
   static constexpr bool kPaged = kPaged_;     // k and v are a paged cache
   // Pass 2: whether keys and values come by the copy engine, and neighbouring keys of a box of these: 2 KiB or more, as
   // smaller ones take it as long.
-  static constexpr bool kByBoxes = false;
+  static constexpr bool kByBoxes = false, kBringsState = false;
   static constexpr int kBoxKeys = kHeadDim == 64 ? 16 : 8;
   static constexpr int kDimTiles = kHeadDim / 8;
   static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "head_dim is padded to 64, 128 or 256");
@@ -132,7 +132,13 @@ struct WholeRowTraits : Traits<Element, kHeadDim, kStages, kPaged> {
 // The same for pass 2 by boxes of neighbouring keys of a unit.
 template <class Element, int kHeadDim, int kStages, bool kPaged>
 struct BoxTraits : WholeRowTraits<Element, kHeadDim, kStages, kPaged> {
+  using Base = WholeRowTraits<Element, kHeadDim, kStages, kPaged>;
   static constexpr bool kByBoxes = true;
+  // Whether what pass 1 has left is brought too, outputs like a tile of values, which is as large.
+  static constexpr bool kBringsState = Base::kBlockM == Base::kBlockN;
+  struct Shared : Base::Shared {
+    float2 states[kBringsState ? 2 : 1][Base::kBlockM];  // of this q tile and the next
+  };
 };
 
 // The same for pass 1 by tensor maps. Products of head_dim 64 are so short that waiting for a turn costs more than it

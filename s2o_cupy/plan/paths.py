@@ -241,7 +241,8 @@ class _Hopper(Path):
         if unit % box_keys(head_dim) or pass2.paged or head_dim != pass2.head_dim or os.environ.get("S2O_BOXES") == "0":
             return None
         family = _BOXES_SM90.get(pass2.family)
-        return family and replace(pass2, family=family)
+        states = (1 if head_dim > 128 else 2) * pass2.block_m * 8
+        return family and replace(pass2, family=family, shared_bytes=pass2.shared_bytes + states)
 
     def with_tail(self, pass2: Kernel) -> Kernel | None:
         """Of tiles of 128: a tile of keys is then as large as a sample."""
