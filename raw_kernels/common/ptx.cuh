@@ -46,10 +46,6 @@ __device__ __forceinline__ void cp_async_4(uint32 shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }
 
-__device__ __forceinline__ void cp_async_8(uint32 shared, const void* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global) : "memory");
-}
-
 // Copies 16 bytes if `present`, else writes zeros: a handful of instructions less than a size that varies.
 __device__ __forceinline__ void cp_async_16_or_zeros(uint32 shared, const void* global, bool present) {
   asm volatile(

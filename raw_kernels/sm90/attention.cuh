@@ -69,10 +69,9 @@ __device__ __forceinline__ void attend_first_in_pages(const Params& params, type
   }
 }
 
-// One block of pass 2: rows of queries and of keys gathered as `Rows` says. `maps`: of keys and values that come by boxes.
-template <class Traits, class Rows, class Params>
-__device__ __forceinline__ void attend_second(const Params& params, typename Traits::Shared& shared,
-                                              const TensorMap* maps = nullptr) {
+// One block of pass 2: rows of queries and of keys gathered as `Rows` says. `maps`: MappedUnits, of rows that come by boxes.
+template <class Traits, class Rows, class Params, class Maps = int>
+__device__ __forceinline__ void attend_second(const Params& params, typename Traits::Shared& shared, const Maps& maps = {}) {
   static_assert(kFitsRegisters<Traits, kProducerRegisters<Traits>, kConsumerRegisters<Traits>>);
   initialise<Traits, true>(shared);
   if (threadIdx.x < kWarpgroup) {

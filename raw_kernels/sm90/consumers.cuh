@@ -94,7 +94,7 @@ __device__ __forceinline__ void run_second(Consumer<Traits>& my, const Params& a
     pass_turn(my);
     if (kKeepsTau<Traits> && !kWalksLadder<Traits>) my.kept_tau = my.shared.tau[place];
     if (Rows::resumes(all)) {
-      resume(my, nth, tile, position);
+      resume(my, tile, position);
     } else {
       start_empty(my);
       clear_output(my);

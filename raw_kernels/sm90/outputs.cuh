@@ -13,14 +13,15 @@ __device__ __forceinline__ int position_of(const QTile& tile, int row) {
   return row < tile.rows ? tile.first + row : -1;
 }
 
-// Takes up what pass 1 left of q tile number `nth`: acc = out * l. Nobody stores a row that is not there (-1): it reads
-// the first, or zeros.
+// Takes up the state that pass 1 left: acc = out * l. Nobody stores a row that is not there (-1): it reads the first, or
+// outputs of whichever row.
 template <class Traits>
-__device__ __forceinline__ void resume(Consumer<Traits>& my, uint32 nth, const QTile& tile, const int (&position)[2]) {
-  if constexpr (Traits::kBringsState) {
+__device__ __forceinline__ void resume(Consumer<Traits>& my, const QTile& tile, const int (&position)[2]) {
+  const float2* state = my.params.state + static_cast<int64>(tile.head) * my.params.geometry.seqlen_q;
+  if constexpr (Traits::kBringsOutputs) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float2 ml = my.shared.states[nth % 2][my.first_row + 8 * h];
+      const float2 ml = state[max(position[h], 0)];
       my.m[h] = ml.x;
       my.l[h] = ml.y;
       my.mass[h] = 0.f;
@@ -44,7 +45,6 @@ __device__ __forceinline__ void resume(Consumer<Traits>& my, uint32 nth, const Q
   }
   const int head_dim = my.params.geometry.head_dim;
   const uint16* out = my.params.out.at(tile.batch, tile.head_in_batch) + my.lane % 4 * 2;
-  const float2* state = my.params.state + static_cast<int64>(tile.head) * my.params.geometry.seqlen_q;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int row = max(position[h], 0);

@@ -26,13 +26,14 @@ __device__ __forceinline__ void pass2_tail_sm90(const TailAttentionParams& param
 }
 
 template <class Traits>
-__device__ __forceinline__ void pass2_boxes_sm90(const MappedKeysParams& params, typename Traits::Shared& shared) {
-  sm90::attend_second<Traits, OrderedRows<Traits::kBlockM>>(params.attention, shared, &params.k);
+__device__ __forceinline__ void pass2_boxes_sm90(const MappedUnitsParams& params, typename Traits::Shared& shared) {
+  sm90::attend_second<Traits, OrderedRows<Traits::kBlockM>>(params.attention, shared, params);
 }
 
 template <class Traits>
-__device__ __forceinline__ void pass2_boxes_tail_sm90(const MappedTailParams& params, typename Traits::Shared& shared) {
-  sm90::attend_second<Traits, OrderedRows<Traits::kBlockM>>(params.attention, shared, &params.k);
+__device__ __forceinline__ void pass2_boxes_tail_sm90(const MappedUnitsTailParams& params,
+                                                      typename Traits::Shared& shared) {
+  sm90::attend_second<Traits, OrderedRows<Traits::kBlockM>>(params.attention, shared, params);
 }
 
 template <class Traits>

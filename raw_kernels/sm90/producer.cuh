@@ -78,6 +78,8 @@ struct CopyLayout {
   }
 };
 
+constexpr int kPastRows = 0x40000000;  // past the rows of any array
+
 // How the copy engine brings a tile of keys or values: a lane asks for a box, neighbouring keys of a unit. Each warp asks
 // for a quarter of them: several ask faster than one.
 template <class Traits>
@@ -126,10 +128,10 @@ __device__ __forceinline__ void look_up_next(const Params& params, Shared& share
   named_sync(kNext, kWarpgroup);  // everybody has read what the next take_next writes: a q tile may be that short
 }
 
-// `maps`: of keys and values that come by boxes (Traits::kByBoxes).
-template <class Traits, class Rows, class Params>
+// `maps`: MappedUnits, where rows come by boxes (Traits::kByBoxes).
+template <class Traits, class Rows, class Params, class Maps>
 __device__ __forceinline__ void produce_by_gathering(const Params& params, typename Traits::Shared& shared,
-                                                     const TensorMap* maps) {
+                                                     const Maps& maps) {
   constexpr bool kByBoxes = Traits::kByBoxes;
   constexpr int kStages = Traits::kStages, kBlockN = Traits::kBlockN, kTilesPerStopCheck = Traits::kTilesPerStopCheck;
   constexpr int kQueryPlaces = Traits::kQueryPlaces, kBlockM = Traits::kBlockM;
@@ -173,18 +175,16 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
   }
   Ring<kStages> k_ring, v_ring;
   uint32 voted = 0;  // stop checks of the q tiles before this one
-  // Gathered copies that take the place of boxes, of which a warp tells once all its threads' have landed.
-  [[maybe_unused]] uint64 *waiting_k = nullptr, *waiting_v = nullptr;
-  const auto report = [&] {
-    if (!kByBoxes || waiting_v == nullptr) return;
+  // By boxes: the place among keys that a sample is gathered to, of which a warp tells once all its threads' copies have
+  // landed; or -1.
+  [[maybe_unused]] int sample = -1;
+  const auto report_sample = [&] {
+    if (!kByBoxes || sample < 0) return;
     cp_async_wait_all();
     fence_for_wgmma();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-      if (waiting_k) barrier_arrive(*waiting_k);
-      barrier_arrive(*waiting_v);
-    }
-    waiting_k = waiting_v = nullptr;
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared.k_full[sample]);
+    sample = -1;
   };
   for (uint32 nth = 0;; ++nth) {
     const uint32 slot = nth % kQueryPlaces, nth_parity = nth / kQueryPlaces & 1, place = nth % kPlaces;
@@ -192,7 +192,7 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
     const int q_tile = shared.q_tile[place];
     barrier_arrive(shared.q_tile_empty[place]);
     if (q_tile < 0) {
-      report();
+      report_sample();
       return;
     }
 
@@ -238,8 +238,7 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
       if (tile < tiles) {
         const int now = kPaged ? pages.slot_in(page, paged_key) : key(ahead, tile);
         if constexpr (kByBoxes) {
-          k_row = v_row = now < 0 ? g.seqlen_k : now;
-          asm volatile("" : "+r"(k_row));
+          k_row = v_row = now < 0 ? kPastRows : now;
         } else {
           k_row = k_units(now);
           v_row = value_units(now);
@@ -248,7 +247,7 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
         if (!kPaged && tile + 1 < tiles) ahead = unit(tile + 1);
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
         if constexpr (kByBoxes) {
-          BoxCopies<Traits>::bring(shared.k[k_ring.slot], maps[0], shared.k_full[k_ring.slot], k_row, kv_head, batch);
+          BoxCopies<Traits>::bring(shared.k[k_ring.slot], maps.k, shared.k_full[k_ring.slot], k_row, kv_head, batch);
         } else {
           layout.gather_keys(shared_address(shared.k[k_ring.slot]), k, k_row, full(tile));
           barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
@@ -257,31 +256,37 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
         if constexpr (kPaged) look_up_page(tile + 1);
       }
       if (tile == 0) {
-        report();
+        report_sample();
         barrier_wait(shared.q_empty[slot], nth_parity ^ 1);
         if (kBlockM == kWarpgroup || row < kBlockM) shared.rows[nth % 2][row] = position;
-        layout.gather_queries(shared_address(shared.q[slot]), params.q.at(batch, rows.head_in_batch(params.heads)),
-                              query_units(position), whole_rows && rows.count == kRows);
-        if constexpr (Traits::kBringsState)
-          cp_async_8(shared_address(&shared.states[nth % 2][row]),
-                     params.state + static_cast<int64>(rows.head) * g.seqlen_q + max(position, 0));
-        barrier_arrive_after_copies(shared.q_full[slot]);
-        barrier_arrive(shared.q_full[slot]);
-        if constexpr (Traits::kBringsState) {
-          barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
-          layout.gather_keys(shared_address(shared.v[v_ring.slot]),
-                             params.out.at(batch, rows.head_in_batch(params.heads)),
-                             RowUnits<false>(pages, params.out)(position), rows.count == kRows);
-          waiting_v = &shared.v_full[v_ring.slot];
-          v_ring.advance();
+        if constexpr (kByBoxes) {
+          const int head = rows.head_in_batch(params.heads), first = rows.first_query();
+          if (threadIdx.x == 0) {
+            barrier_expect(shared.q_full[slot], sizeof(shared.q[0]));
+            for (int column = 0; column < Traits::kHeadDim; column += 64)
+              copy_box(shared_address(shared.q[slot]) + column / 64 * Traits::kQueryAtom, maps.q, shared.q_full[slot],
+                       column, first, head, batch);
+          } else {
+            barrier_arrive(shared.q_full[slot]);
+          }
+          if constexpr (Traits::kBringsOutputs) {
+            barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
+            BoxCopies<Traits>::bring(shared.v[v_ring.slot], maps.out, shared.v_full[v_ring.slot],
+                                     first + BoxCopies<Traits>::kept_row(), head, batch);
+            v_ring.advance();
+          }
+        } else {
+          layout.gather_queries(shared_address(shared.q[slot]), params.q.at(batch, rows.head_in_batch(params.heads)),
+                                query_units(position), whole_rows && rows.count == kRows);
+          barrier_arrive_after_copies(shared.q_full[slot]);
+          barrier_arrive(shared.q_full[slot]);
         }
         if (!kTakesLate && threadIdx.x == 0) take_next<Rows>(params, shared);
         if (Rows::kListed && tiles == 0) look_up_next<Rows>(params, shared, row, key_row);
       } else {
-        report();
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
         if constexpr (kByBoxes) {
-          BoxCopies<Traits>::bring(shared.v[v_ring.slot], maps[1], shared.v_full[v_ring.slot], v_before, kv_head, batch);
+          BoxCopies<Traits>::bring(shared.v[v_ring.slot], maps.v, shared.v_full[v_ring.slot], v_before, kv_head, batch);
         } else {
           layout.gather_keys(shared_address(shared.v[v_ring.slot]), v, v_before, full(tile - 1));
           barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
@@ -296,27 +301,30 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
     if constexpr (kAddsTail<Traits>) {
       const int visited = stop_checks * kStopCheckKeys, left = count - visited;
       if (left > 0) {
-        const int i = visited + sample_place(row, left), sample = Rows::unit(params, order, i);
+        const int i = visited + sample_place(row, left), unit_of_sample = Rows::unit(params, order, i);
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
         const int64 moments = moments_of(params, rows);
         if (row < Traits::kHeadDim)
           cp_async_4(shared_address(shared.mean_values + row), params.mean_values + moments * Traits::kHeadDim + row);
-        layout.gather_keys(
-            shared_address(shared.v[v_ring.slot]),
-            params.covariances + moments * (Traits::kHeadDim * Traits::kHeadDim),
-            row < Traits::kHeadDim ? row * (Traits::kHeadDim / 8) : kNoRow, Traits::kHeadDim == kBlockN && whole_rows);
-        if constexpr (!kByBoxes) {
+        if constexpr (kByBoxes) {
+          const int r = BoxCopies<Traits>::kept_row();
+          BoxCopies<Traits>::bring(shared.v[v_ring.slot], maps.covariances, shared.v_full[v_ring.slot],
+                                   r < Traits::kHeadDim ? static_cast<int>(moments) * Traits::kHeadDim + r : kPastRows,
+                                   0, 0);
+        } else {
+          layout.gather_keys(
+              shared_address(shared.v[v_ring.slot]),
+              params.covariances + moments * (Traits::kHeadDim * Traits::kHeadDim),
+              row < Traits::kHeadDim ? row * (Traits::kHeadDim / 8) : kNoRow, Traits::kHeadDim == kBlockN && whole_rows);
           barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
-          v_ring.advance();
         }
-        int slot_of_sample = Rows::key(params, sample, i);
+        v_ring.advance();
+        int slot_of_sample = Rows::key(params, unit_of_sample, i);
         if constexpr (kPaged) slot_of_sample = pages.slot(pages.of(table_row), slot_of_sample);
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
         layout.gather_keys(shared_address(shared.k[k_ring.slot]), k, k_units(slot_of_sample), whole_rows);
         if constexpr (kByBoxes) {  // told of later: the next q tile's first keys are asked for meanwhile
-          waiting_k = &shared.k_full[k_ring.slot];
-          waiting_v = &shared.v_full[v_ring.slot];
-          v_ring.advance();
+          sample = k_ring.slot;
         } else {
           barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
         }

@@ -17,14 +17,14 @@ struct Mapped {
 using MappedAttentionParams = Mapped<AttentionParams>;
 using MappedPackedAttentionParams = Mapped<PackedAttentionParams>;
 
-// Pass 2's, where the copy engine brings units of keys.
+// Pass 2's, where the copy engine brings units of keys. out: with head_dim 128; covariances: with a tail.
 template <class Params>
-struct MappedKeys {
-  TensorMap k, v;
+struct MappedUnits {
+  TensorMap q, k, v, out, covariances;
   Params attention;
 };
-using MappedKeysParams = MappedKeys<AttentionParams>;
-using MappedTailParams = MappedKeys<TailAttentionParams>;
+using MappedUnitsParams = MappedUnits<AttentionParams>;
+using MappedUnitsTailParams = MappedUnits<TailAttentionParams>;
 
 namespace sm90 {
 
@@ -84,8 +84,9 @@ struct Traits {
   static constexpr bool kPaged = kPaged_;     // k and v are a paged cache
   // Pass 2: whether keys and values come by the copy engine, and neighbouring keys of a box of these: 2 KiB or more, as
   // smaller ones take it as long.
-  static constexpr bool kByBoxes = false, kBringsState = false;
+  static constexpr bool kByBoxes = false;
   static constexpr int kBoxKeys = kHeadDim == 64 ? 16 : 8;
+  static constexpr bool kBringsOutputs = false;  // whether so do outputs that pass 1 has left, like a tile of values
   static constexpr int kDimTiles = kHeadDim / 8;
   static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "head_dim is padded to 64, 128 or 256");
   static_assert(kBlockM == 128 || (kBlockM == 64 && kHeadDim <= 128), "two warpgroups, or one, with head_dim up to 128");
@@ -129,16 +130,11 @@ struct WholeRowTraits : Traits<Element, kHeadDim, kStages, kPaged> {
   static constexpr int kRowsStride = kHeadDim / 64 * kEightRows, kColumnsStride = kEightRows;
 };
 
-// The same for pass 2 by boxes of neighbouring keys of a unit.
+// The same for pass 2 by boxes of neighbouring keys of a unit, of q tiles whose rows are neighbours.
 template <class Element, int kHeadDim, int kStages, bool kPaged>
 struct BoxTraits : WholeRowTraits<Element, kHeadDim, kStages, kPaged> {
-  using Base = WholeRowTraits<Element, kHeadDim, kStages, kPaged>;
   static constexpr bool kByBoxes = true;
-  // Whether what pass 1 has left is brought too, outputs like a tile of values, which is as large.
-  static constexpr bool kBringsState = Base::kBlockM == Base::kBlockN;
-  struct Shared : Base::Shared {
-    float2 states[kBringsState ? 2 : 1][Base::kBlockM];  // of this q tile and the next
-  };
+  static constexpr bool kBringsOutputs = kHeadDim == 128;
 };
 
 // The same for pass 1 by tensor maps. Products of head_dim 64 are so short that waiting for a turn costs more than it
@@ -203,8 +199,8 @@ __device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
   if (threadIdx.x == 0) {
     constexpr int kCopiers = kGathers ? kWarpgroup : 1;
     for (int s = 0; s < 2; ++s) {
-      // Each gathering thread arrives twice for q: for the positions it wrote and for its copies.
-      barrier_init(shared.q_full[s], kGathers ? 2 * kCopiers : 1);
+      // Each gathering thread arrives for the positions it wrote, and for its copies of queries.
+      barrier_init(shared.q_full[s], Traits::kByBoxes ? kCopiers : kGathers ? 2 * kCopiers : 1);
       barrier_init(shared.q_empty[s], Traits::kConsumerWarps);
       barrier_init(shared.v_sent[s], 1);
       barrier_init(shared.v_checked[s], kGathers ? kCheckers<true> * 32 : kCheckers<false>);

@@ -14,7 +14,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from ..arrays.operand import Addresses, Call, Layout, Operands
+from ..arrays.operand import Addresses, Call, Layout, Operands, in_c_order
 from ..caches import remembered
 from ..plan.device import DeviceLimits
 from ..plan.every_tile import every_tile
@@ -201,7 +201,7 @@ class Prepared:
         self.mapped = [i for i, x in enumerate(steps) if x.kernel.family.params.map_bytes]
         collected = self.plan.collect_pages is not None
         k, v = (self.workspace.operand(x, 0) for x in COLLECTED) if collected else (operands["k"], operands["v"])
-        self.map_operands = operands["q"], k, v
+        self.map_operands = operands["q"], k, v, operands["out"]
         self.map_pointers: tuple[int, ...] = ()
         self.replays = len(steps) > GRAPH_LAUNCHES
         self._pointed: tuple[Any, ...] = ()  # the addresses that parameters and maps have
@@ -264,12 +264,19 @@ class Prepared:
             k, v = bases.k, bases.v
             if self.plan.collect_pages is not None:
                 k, v = (address + places[name].offset for name in COLLECTED)
-            pointers = bases.q, k, v
+            pointers = bases.q, k, v, bases.out, address
             if pointers != self.map_pointers:
-                arrays = [x._replace(pointer=to) for x, to in zip(self.map_operands, pointers, strict=True)]
+                arrays = [x._replace(pointer=to) for x, to in zip(self.map_operands, pointers[:4], strict=True)]
+                q, *rows = arrays
+                if place := places.get("covariances"):
+                    n, groups, width, _ = place.shape
+                    rows.append(in_c_order(address + place.offset, (1, 1, n * groups * width, width)))
+                else:
+                    rows.append(rows[0])
                 for i in self.mapped:
+                    kernel = self.program.launches[i].kernel
                     of_pass1 = self.program.launches[i].stage == "pass1"
-                    maps = maps_of_pass1(arrays, self.plan) if of_pass1 else maps_of_boxes(arrays[1:])
+                    maps = maps_of_pass1(arrays[:3], self.plan) if of_pass1 else maps_of_boxes(q, rows, kernel.block_m)
                     self.program.map_words(i)[:] = np.frombuffer(maps, np.uint64)
                 self.map_pointers = pointers
         self._pointed = at, address

@@ -86,9 +86,11 @@ def box_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> b
     return _map(pointer, axes, shape, strides)
 
 
-def maps_of_boxes(keys: Sequence[Operand]) -> bytes:
-    """Of k and v, as pass 2 reads units of them by boxes."""
-    return b"".join(box_map(x.pointer, x.shape, x.strides) for x in keys)
+def maps_of_boxes(q: Operand, rows: Sequence[Operand], block_m: int) -> bytes:
+    """Of q and of the others, as pass 2 reads them by boxes."""
+    return tensor_map(q.pointer, q.shape, q.strides, block_m) + b"".join(
+        box_map(x.pointer, x.shape, x.strides) for x in rows
+    )
 
 
 def maps_of_pass1(operands: Sequence[Operand], plan: LaunchPlan) -> bytes:

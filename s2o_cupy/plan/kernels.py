@@ -214,7 +214,7 @@ class Path:
         """What does the same at tau 0 for two query heads at a time that share lists; None: it has nothing faster."""
         return None
 
-    def by_boxes(self, pass2: Kernel, unit: int, head_dim: int) -> Kernel | None:
+    def by_boxes(self, pass2: Kernel, geometry: Geometry, head_dim: int) -> Kernel | None:
         """What has the copy engine bring units of keys, of arrays; None: it has nothing faster."""
         return None
 

@@ -236,13 +236,12 @@ class _Hopper(Path):
     def packed(self, pass1: Kernel) -> Kernel:
         return replace(pass1, family=_PACKED_SM90[pass1.family])
 
-    def by_boxes(self, pass2: Kernel, unit: int, head_dim: int) -> Kernel | None:
+    def by_boxes(self, pass2: Kernel, geometry: Geometry, head_dim: int) -> Kernel | None:
         import os
-        if unit % box_keys(head_dim) or pass2.paged or head_dim != pass2.head_dim or os.environ.get("S2O_BOXES") == "0":
+        if geometry.segment > pass2.block_m or geometry.unit % box_keys(head_dim) or pass2.paged or head_dim != pass2.head_dim or os.environ.get("S2O_BOXES") == "0":
             return None
         family = _BOXES_SM90.get(pass2.family)
-        states = (1 if head_dim > 128 else 2) * pass2.block_m * 8
-        return family and replace(pass2, family=family, shared_bytes=pass2.shared_bytes + states)
+        return family and replace(pass2, family=family)
 
     def with_tail(self, pass2: Kernel) -> Kernel | None:
         """Of tiles of 128: a tile of keys is then as large as a sample."""
@@ -338,10 +337,10 @@ PASS2_LADDER_SM90 = replace(
 
 _BOX_TRAITS = _HOPPER_TRAITS.replace("Traits", "BoxTraits")
 PASS2_BOXES_SM90 = replace(
-    PASS2_SM90, function="pass2_boxes_sm90", params_type="MappedKeysParams", traits=_BOX_TRAITS
+    PASS2_SM90, function="pass2_boxes_sm90", params_type="MappedUnitsParams", traits=_BOX_TRAITS
 )
 PASS2_BOXES_TAIL_SM90 = replace(
-    PASS2_TAIL_SM90, function="pass2_boxes_tail_sm90", params_type="MappedTailParams",
+    PASS2_TAIL_SM90, function="pass2_boxes_tail_sm90", params_type="MappedUnitsTailParams",
     traits=f"WithTail<s2o::{_BOX_TRAITS}>",
 )  # fmt: skip
 _BOXES_SM90 = {PASS2_SM90: PASS2_BOXES_SM90, PASS2_TAIL_SM90: PASS2_BOXES_TAIL_SM90}
