@@ -37,6 +37,24 @@ __device__ __forceinline__ void pass2_boxes_tail_sm90(const MappedUnitsTailParam
 }
 
 template <class Traits>
+__device__ __forceinline__ void pass2_boxes_listed_sm90(const MappedUnitsListedParams& params,
+                                                        typename Traits::Shared& shared) {
+  sm90::attend_second<Traits, ListedRows<Traits::kBlockM>>(params.attention, shared, params);
+}
+
+template <class Traits>
+__device__ __forceinline__ void pass2_boxes_listed_pairs_sm90(const MappedUnitsListedParams& params,
+                                                              typename Traits::Shared& shared) {
+  sm90::attend_second<Traits, ListedRows<Traits::kBlockM, 2>>(params.attention, shared, params);
+}
+
+template <class Traits>
+__device__ __forceinline__ void pass2_boxes_skipping_sm90(const MappedUnitsSkippingParams& params,
+                                                          typename Traits::Shared& shared) {
+  sm90::attend_second<Traits, ListedRows<Traits::kBlockM>>(params.attention, shared, params);
+}
+
+template <class Traits>
 __device__ __forceinline__ void pass2_listed_sm90(const ListedAttentionParams& params,
                                                   typename Traits::Shared& shared) {
   sm90::attend_second<Traits, ListedRows<Traits::kBlockM>>(params, shared);

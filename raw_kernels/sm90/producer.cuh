@@ -263,16 +263,18 @@ __device__ __forceinline__ void produce_by_gathering(const Params& params, typen
           const int head = rows.head_in_batch(params.heads), first = rows.first_query();
           if (threadIdx.x == 0) {
             barrier_expect(shared.q_full[slot], sizeof(shared.q[0]));
-            for (int column = 0; column < Traits::kHeadDim; column += 64)
-              copy_box(shared_address(shared.q[slot]) + column / 64 * Traits::kQueryAtom, maps.q, shared.q_full[slot],
-                       column, first, head, batch);
+            for (int i = 0; i < Rows::kHeads * (Traits::kHeadDim / 64); ++i) {
+              const int nth_head = i % Rows::kHeads, columns = i / Rows::kHeads;
+              copy_box(shared_address(shared.q[slot]) + columns * Traits::kQueryAtom + nth_head * kRows * 128, maps.q,
+                       shared.q_full[slot], columns * 64, first, head + nth_head, batch);
+            }
           } else {
             barrier_arrive(shared.q_full[slot]);
           }
-          if constexpr (Traits::kBringsOutputs) {
+          if (Traits::kBringsOutputs && Rows::resumes(params)) {
             barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
             BoxCopies<Traits>::bring(shared.v[v_ring.slot], maps.out, shared.v_full[v_ring.slot],
-                                     first + BoxCopies<Traits>::kept_row(), head, batch);
+                                     first + Rows::of_head(key_row), head + key_row / kRows, batch);
             v_ring.advance();
           }
         } else {

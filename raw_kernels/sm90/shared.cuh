@@ -25,6 +25,8 @@ struct MappedUnits {
 };
 using MappedUnitsParams = MappedUnits<AttentionParams>;
 using MappedUnitsTailParams = MappedUnits<TailAttentionParams>;
+using MappedUnitsListedParams = MappedUnits<ListedAttentionParams>;
+using MappedUnitsSkippingParams = MappedUnits<SkippingAttentionParams>;
 
 namespace sm90 {
 
@@ -125,14 +127,14 @@ struct Traits {
 
 // The same where all columns of 8 rows of k or v follow each other, then those of the next 8: so a box of a tensor map
 // brings whole rows of a page.
-template <class Element, int kHeadDim, int kStages, bool kPaged>
-struct WholeRowTraits : Traits<Element, kHeadDim, kStages, kPaged> {
+template <class Element, int kHeadDim, int kStages, bool kPaged, int kBlockM = 128>
+struct WholeRowTraits : Traits<Element, kHeadDim, kStages, kPaged, kBlockM> {
   static constexpr int kRowsStride = kHeadDim / 64 * kEightRows, kColumnsStride = kEightRows;
 };
 
 // The same for pass 2 by boxes of neighbouring keys of a unit, of q tiles whose rows are neighbours.
-template <class Element, int kHeadDim, int kStages, bool kPaged>
-struct BoxTraits : WholeRowTraits<Element, kHeadDim, kStages, kPaged> {
+template <class Element, int kHeadDim, int kStages, bool kPaged, int kBlockM = 128>
+struct BoxTraits : WholeRowTraits<Element, kHeadDim, kStages, kPaged, kBlockM> {
   static constexpr bool kByBoxes = true;
   static constexpr bool kBringsOutputs = kHeadDim == 128;
 };

@@ -21,6 +21,7 @@ from ..spec import Pass
 from .pipeline import Memory, allocate, device_limits
 from .program import Program
 from .tables import on_device
+from .tensor_maps import maps_of_pass2
 
 __all__ = ["ListPointers", "SkipPointers", "attend_lists"]
 
@@ -80,7 +81,7 @@ def attend_lists(
         given = "given" if state else "missing"
         raise ValueError(f"attend_lists: state is {given} and resumed is {shape.resumed}; accepted: both or neither")
     layout = Layout.of(call.operands, call.paging)
-    prepared = _prepare(call.problem, of_pass, shape, runtime.getDevice(), layout)
+    prepared = _prepare(call.problem, of_pass, shape, runtime.getDevice(), layout, bool(lists.q_order))
     if not call.problem.empty:
         prepared.run(call, lists, stream, state, skips, memory)
     return prepared.plan
@@ -90,16 +91,17 @@ class _ListedPass:
     """A prepared launch, in whose parameters a call fills in its addresses."""
 
     def __init__(
-        self, problem: Problem, of_pass: Pass, shape: ScheduleShape, device: int, layout: Layout
+        self, problem: Problem, of_pass: Pass, shape: ScheduleShape, device: int, layout: Layout, q_ordered: bool
     ) -> None:
         operands = layout.operands(problem)
         plan = make_plan(
             problem, of_pass, device_limits(device), layout.is_aligned(operands), layout.is_compact(operands),
             layout.page_size,
         )  # fmt: skip
-        self.plan, kernel = listed_plan(plan, shape, problem, operands["q"].reaches_next_head())
+        self.plan, kernel = listed_plan(plan, shape, problem, operands["q"].reaches_next_head(), q_ordered)
         launch = listed_launch(self.plan, kernel, problem, operands, layout.paging, shape.more_params(problem))
         self.program = Program([launch], device)
+        self.mapped: tuple[int, ...] | None = () if kernel.family.params.map_bytes else None  # what tensor maps are of
         self.visited_bytes = 4 * int(np.prod(shape.visited_shape(problem, of_pass.block_m)))
         self.limits = None if shape.value_skip is None else on_device(shape.value_limits(problem), device)
 
@@ -118,6 +120,12 @@ class _ListedPass:
             runtime.memsetAsync(skipped, 0, self.visited_bytes, stream)
         p = self.program.params[0]
         with self.program.lock:
+            if self.mapped is not None:
+                p = p["attention"]
+                if self.mapped != (pointers := tuple(x.pointer for x in operands)):
+                    maps = maps_of_pass2(operands, self.program.launches[0].kernel)
+                    self.program.map_words(0)[:] = np.frombuffer(maps, np.uint64)
+                    self.mapped = pointers
             for name, x in zip(("q", "k", "v", "out"), operands, strict=True):
                 p[name]["data"] = x.pointer
             for name, address in lists._asdict().items():

@@ -26,7 +26,7 @@ from ..spec import Pass, S2OConfig
 from . import compiler
 from .graphs import GRAPH_LAUNCHES, LAUNCHED
 from .program import Program, make_context_current
-from .tensor_maps import maps_of_boxes, maps_of_pass1
+from .tensor_maps import maps_of_pass1, maps_of_pass2
 
 __all__ = [
     "Call", "Launched", "Memory", "Prepared", "allocate", "prepared", "run", "run_in_turn", "run_pass1",
@@ -197,12 +197,13 @@ class Prepared:
         self.own: list[tuple[str, str]] = [(name, name) for name in ("taus", "lse", "visited") if name in places]
         if layout.is_fp8:
             self.own += zip(("k", "v"), COLLECTED, strict=True)
-        # The launches, of the passes on Hopper, that take tensor maps, the arrays that these are of, and their addresses.
-        self.mapped = [i for i, x in enumerate(steps) if x.kernel.family.params.map_bytes]
+        # Launches of the passes on Hopper that take tensor maps, the arrays that these are of, and their addresses.
+        mapped = [i for i, x in enumerate(steps) if x.kernel.family.params.map_bytes]
+        self.mapped = {stage: [i for i in mapped if steps[i].stage == stage] for stage in ("pass1", "pass2")}
         collected = self.plan.collect_pages is not None
         k, v = (self.workspace.operand(x, 0) for x in COLLECTED) if collected else (operands["k"], operands["v"])
         self.map_operands = operands["q"], k, v, operands["out"]
-        self.map_pointers: tuple[int, ...] = ()
+        self.map_pointers: dict[str, tuple[int, ...]] = {}
         self.replays = len(steps) > GRAPH_LAUNCHES
         self._pointed: tuple[Any, ...] = ()  # the addresses that parameters and maps have
 
@@ -260,26 +261,30 @@ class Prepared:
         own = {name: address + places[place].offset for name, place in self.own if not getattr(at, name)}
         bases = at._replace(**own) if own else at
         self.program.point_to((*bases, address))
-        if self.mapped:
-            k, v = bases.k, bases.v
-            if self.plan.collect_pages is not None:
-                k, v = (address + places[name].offset for name in COLLECTED)
-            pointers = bases.q, k, v, bases.out, address
-            if pointers != self.map_pointers:
-                arrays = [x._replace(pointer=to) for x, to in zip(self.map_operands, pointers[:4], strict=True)]
-                q, *rows = arrays
-                if place := places.get("covariances"):
-                    n, groups, width, _ = place.shape
-                    rows.append(in_c_order(address + place.offset, (1, 1, n * groups * width, width)))
-                else:
-                    rows.append(rows[0])
-                for i in self.mapped:
-                    kernel = self.program.launches[i].kernel
-                    of_pass1 = self.program.launches[i].stage == "pass1"
-                    maps = maps_of_pass1(arrays[:3], self.plan) if of_pass1 else maps_of_boxes(q, rows, kernel.block_m)
-                    self.program.map_words(i)[:] = np.frombuffer(maps, np.uint64)
-                self.map_pointers = pointers
+        k, v = bases.k, bases.v
+        if self.plan.collect_pages is not None:
+            k, v = (address + places[name].offset for name in COLLECTED)
+        self._map("pass1", (bases.q, k, v), address)
+        self._map("pass2", (bases.q, k, v, bases.out), address)
         self._pointed = at, address
+
+    def _map(self, stage: str, pointers: tuple[int, ...], address: int) -> None:
+        """Write the tensor maps of a stage's launches. ``pointers``: of q, k, v and out as far as it has maps of them;
+        ``address``: of the workspace."""
+        launches = self.mapped[stage]
+        place = self.workspace.places.get("covariances") if stage == "pass2" else None
+        known = pointers if place is None else (*pointers, address)
+        if not launches or self.map_pointers.get(stage) == known:
+            return
+        arrays = [x._replace(pointer=to) for x, to in zip(self.map_operands, pointers, strict=False)]
+        if stage == "pass1":
+            maps = maps_of_pass1(arrays, self.plan)
+        else:
+            rows = None if place is None else in_c_order(address + place.offset, (1, 1, *_as_rows(place.shape)))
+            maps = maps_of_pass2(arrays, self.program.launches[launches[0]].kernel, rows)
+        for i in launches:
+            self.program.map_words(i)[:] = np.frombuffer(maps, np.uint64)
+        self.map_pointers[stage] = known
 
     def _run_observed(self, address: int, keeper: Any, stream: int, observe: Observer) -> None:
         # The device, as a call that needs no memory has no address that tells it.
@@ -293,6 +298,10 @@ class Prepared:
             self.program.launch(i, stream)
             arrays: dict[str, Any] = {"plan": self.plan, "chunk": step.chunk}
             observe(step.stage, _Views(arrays, view, self.workspace.places))
+
+
+def _as_rows(shape: tuple[int, ...]) -> tuple[int, int]:
+    return math.prod(shape[:-1]), shape[-1]
 
 
 _prepare = remembered(Prepared)  # packed sequences have many lengths

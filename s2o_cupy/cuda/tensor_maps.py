@@ -13,11 +13,13 @@ from typing import Any
 
 from ..arrays.operand import Operand
 from ..caches import remembered
-from ..plan.kernels import BOX_COLUMNS, box_keys
+from ..plan.kernels import BOX_COLUMNS, Kernel, box_keys
 from ..plan.launch_plan import LaunchPlan
 from ..spec import S2OError
 
-__all__ = ["box_map", "maps_of_boxes", "maps_of_pass1", "page_map", "tensor_map"]
+__all__ = ["box_map", "maps_of_pass1", "maps_of_pass2", "page_map", "tensor_map"]
+
+MAP_BYTES = 128
 
 # Enumerators of cuda.h.
 TYPE_UINT16, INTERLEAVE_NONE, SWIZZLE_128B, PROMOTION_L2_256B, FILL_ZEROS = 1, 0, 3, 3, 0
@@ -73,9 +75,11 @@ def page_map(
 
 @remembered
 def box_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
-    """The map of a [batch, heads, seqlen, head_dim] array in boxes of `box_keys` whole rows. head_dim is a multiple of 64.
+    """The map of a [batch, heads, seqlen, head_dim] array in boxes of `box_keys` whole rows, of 64, 128 or 256
+    columns.
 
-    Its axes are [batch, heads, head_dim / 64, seqlen, 64]; else as of `tensor_map`.
+    Its axes are [batch, heads, head_dim / 64, seqlen, 64], so that a row of the box is its 64 columns. Else as of
+    `tensor_map`.
     """
     batch, heads, seqlen, head_dim = shape
     columns = head_dim // BOX_COLUMNS
@@ -86,11 +90,13 @@ def box_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> b
     return _map(pointer, axes, shape, strides)
 
 
-def maps_of_boxes(q: Operand, rows: Sequence[Operand], block_m: int) -> bytes:
-    """Of q and of the others, as pass 2 reads them by boxes."""
-    return tensor_map(q.pointer, q.shape, q.strides, block_m) + b"".join(
-        box_map(x.pointer, x.shape, x.strides) for x in rows
-    )
+def maps_of_pass2(operands: Sequence[Operand], kernel: Kernel, covariances: Operand | None = None) -> bytes:
+    """Of q, k, v, out and the tail's covariances, as a pass 2 that is given maps reads them (MappedUnits of
+    raw_kernels/sm90/shared.cuh)."""
+    q, *rows = operands
+    maps = [tensor_map(q.pointer, q.shape, q.strides, kernel.block_m // kernel.tile_heads)]
+    maps += [box_map(x.pointer, x.shape, x.strides) for x in rows]
+    return b"".join(maps) + (bytes(MAP_BYTES) if covariances is None else box_map(*covariances))
 
 
 def maps_of_pass1(operands: Sequence[Operand], plan: LaunchPlan) -> bytes:
@@ -114,7 +120,7 @@ def _map(
     steps = (ctypes.c_uint64 * (count - 1))(*(2 * s if n > 1 else 16 for n, s, _ in axes[1:]))
     box = (ctypes.c_uint32 * count)(*(n for _, _, n in axes))
     ones = (ctypes.c_uint32 * count)(*[1] * count)
-    storage = ctypes.create_string_buffer(128 + 64)
+    storage = ctypes.create_string_buffer(MAP_BYTES + 64)
     aligned = -(-ctypes.addressof(storage) // 64) * 64
     status = _encode()(
         ctypes.c_void_p(aligned), TYPE_UINT16, count, ctypes.c_void_p(pointer), sizes, steps, box, ones,
@@ -125,4 +131,4 @@ def _map(
             f"the CUDA driver refuses (error {status}) to describe an array of shape {shape} and strides {strides} "
             "(elements) to the copy engine; use S2OConfig(path='portable')"
         )
-    return ctypes.string_at(aligned, 128)
+    return ctypes.string_at(aligned, MAP_BYTES)

@@ -22,7 +22,7 @@ BOX_COLUMNS = 64  # of a tensor map: 128 bytes of 16-bit elements, a row of the 
 
 
 def box_keys(head_dim: int) -> int:
-    """Neighbouring keys of a box of whole rows, those of a unit or a part of them (sm90::BoxTraits::kBoxKeys)."""
+    """Keys of a box of whole rows (sm90::Traits::kBoxKeys), into which units are cut."""
     return 16 if head_dim == 64 else 8
 
 
@@ -214,9 +214,10 @@ class Path:
         """What does the same at tau 0 for two query heads at a time that share lists; None: it has nothing faster."""
         return None
 
-    def by_boxes(self, pass2: Kernel, geometry: Geometry, head_dim: int) -> Kernel | None:
-        """What has the copy engine bring units of keys, of arrays; None: it has nothing faster."""
-        return None
+    def by_boxes(self, pass2: Kernel, unit: int, head_dim: int) -> Kernel:
+        """What has the copy engine bring units of keys, of q tiles whose rows are neighbours, if there is such a
+        kernel."""
+        return pass2
 
     def with_tail(self, pass2: Kernel) -> Kernel | None:
         """What also adds what unvisited candidates count for; None: that takes a launch of its own."""

@@ -236,12 +236,11 @@ class _Hopper(Path):
     def packed(self, pass1: Kernel) -> Kernel:
         return replace(pass1, family=_PACKED_SM90[pass1.family])
 
-    def by_boxes(self, pass2: Kernel, geometry: Geometry, head_dim: int) -> Kernel | None:
-        import os
-        if geometry.segment > pass2.block_m or geometry.unit % box_keys(head_dim) or pass2.paged or head_dim != pass2.head_dim or os.environ.get("S2O_BOXES") == "0":
-            return None
-        family = _BOXES_SM90.get(pass2.family)
-        return family and replace(pass2, family=family)
+    def by_boxes(self, pass2: Kernel, unit: int, head_dim: int) -> Kernel:
+        """Of arrays: gathering units of keys from them takes a seventh longer (docs/notebook/passes.md)."""
+        if pass2.paged or head_dim != pass2.head_dim or unit % box_keys(head_dim) != 0:
+            return pass2
+        return replace(pass2, family=_BOXES_SM90.get(pass2.family, pass2.family))
 
     def with_tail(self, pass2: Kernel) -> Kernel | None:
         """Of tiles of 128: a tile of keys is then as large as a sample."""
@@ -335,16 +334,6 @@ PASS2_LADDER_SM90 = replace(
     traits=f"LadderTraits<s2o::{_HOPPER_TRAITS}>",
 )  # fmt: skip
 
-_BOX_TRAITS = _HOPPER_TRAITS.replace("Traits", "BoxTraits")
-PASS2_BOXES_SM90 = replace(
-    PASS2_SM90, function="pass2_boxes_sm90", params_type="MappedUnitsParams", traits=_BOX_TRAITS
-)
-PASS2_BOXES_TAIL_SM90 = replace(
-    PASS2_TAIL_SM90, function="pass2_boxes_tail_sm90", params_type="MappedUnitsTailParams",
-    traits=f"WithTail<s2o::{_BOX_TRAITS}>",
-)  # fmt: skip
-_BOXES_SM90 = {PASS2_SM90: PASS2_BOXES_SM90, PASS2_TAIL_SM90: PASS2_BOXES_TAIL_SM90}
-
 _HALF_TRAITS = _HOPPER_TRAITS.replace("{paged}", "{paged}, {block_m}")
 PASS2_HALF_SM90, PASS2_LISTED_HALF_SM90, PASS2_SKIPPING_HALF_SM90, PASS2_LADDER_HALF_SM90 = (
     replace(x, threads=256, blocks_per_multiprocessor=2, traits=(x.traits or "").replace(_HOPPER_TRAITS, _HALF_TRAITS))
@@ -353,6 +342,19 @@ PASS2_HALF_SM90, PASS2_LISTED_HALF_SM90, PASS2_SKIPPING_HALF_SM90, PASS2_LADDER_
 _LISTED_SM90 = {PASS2_SM90: PASS2_LISTED_SM90, PASS2_HALF_SM90: PASS2_LISTED_HALF_SM90}
 _SKIPPING_SM90 = {PASS2_SM90: PASS2_SKIPPING_SM90, PASS2_HALF_SM90: PASS2_SKIPPING_HALF_SM90}
 _LADDER_SM90 = {PASS2_SM90: PASS2_LADDER_SM90, PASS2_HALF_SM90: PASS2_LADDER_HALF_SM90}
+
+# The same where units come by boxes, of q tiles whose rows are neighbours.
+_BOXES_SM90 = {
+    x: replace(
+        x, function=x.function.replace("pass2_", "pass2_boxes_"),
+        params_type=f"MappedUnits{x.params_type.replace('Attention', '')}",
+        traits=(x.traits or "").replace("sm90::Traits", "sm90::BoxTraits"),
+    )
+    for x in (
+        PASS2_SM90, PASS2_TAIL_SM90, PASS2_LISTED_SM90, PASS2_LISTED_PAIRS_SM90, PASS2_SKIPPING_SM90,
+        PASS2_LISTED_HALF_SM90, PASS2_SKIPPING_HALF_SM90,
+    )
+}  # fmt: skip
 
 _WHOLE_ROWS_TRAITS = _HOPPER_TRAITS.replace("Traits", "WholeRowTraits")
 PASS1_WHOLE_ROWS_SM90, PASS1_PACKED_WHOLE_ROWS_SM90 = (

@@ -117,11 +117,12 @@ class ScheduleShape:
 
 
 def listed_plan(
-    plan: LaunchPlan, shape: ScheduleShape, problem: Problem, heads_near: bool
+    plan: LaunchPlan, shape: ScheduleShape, problem: Problem, heads_near: bool, q_ordered: bool
 ) -> tuple[LaunchPlan, Kernel]:
     """From the plan of a call with the same arrays to that of pass 2 alone, by lists, and its kernel.
 
     ``heads_near``: 32 bits hold offsets of a head's queries from the head before it, in chunks of 16 bytes.
+    ``q_ordered``: the caller gives an order of queries.
     """
     geometry = shape.geometry(problem)
     heads = problem.batch * problem.heads
@@ -133,6 +134,8 @@ def listed_plan(
     # With a tau a head's rows would wait for the other's to stop.
     if plan.of_pass.tau == 0 and heads_near and shape.pairs_heads(problem):
         kernel = plan.runs_on.paired(kernel) or kernel
+    if not q_ordered:
+        kernel = plan.runs_on.by_boxes(kernel, shape.unit, problem.head_dim)
     return replace(plan, geometry=geometry, dense=False, tiles=tiles, whole=whole, chunks=(whole,)), kernel
 
 
