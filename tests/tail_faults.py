@@ -12,6 +12,8 @@ OPTIONS = {"rank": "mean", "window": 30, "tail": "first_order"}
 # Pass 2 stops at once, and the mean stands for nearly all keys.
 TAIL = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64, tau=1000.0, options=OPTIONS)
 HOPPER_TAIL = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=512, head_dim=128, tau=1000.0, options=OPTIONS)
+# The same by the copy engine.
+BOXES_TAIL = replace(HOPPER_TAIL, segment=128, options={**OPTIONS, "unit": 8, "rank": "weight"})
 
 TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
     (
@@ -60,10 +62,21 @@ TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
             ("queries of 16 rows stand in another's place", "tail output", "my.first_row - my.lane / 4 + my.lane % 16",
              "my.first_row - my.lane / 4 + my.lane % 8"),
             ("a column is read twice", "tail output",
-             "descriptor_at(covariance, c / 4 * Traits::kKeyAtom + c % 4 * 32)",
-             "descriptor_at(covariance, c / 4 * Traits::kKeyAtom)"),
+             "descriptor_at(covariance, c / 4 * Traits::kColumnsStride + c % 4 * 32)",
+             "descriptor_at(covariance, c / 4 * Traits::kColumnsStride)"),
             ("means are not counted", "tail output", "added * mean.x", "0.f"),
             ("lse is without the tail", "tail lse", "log1pf(mass[h]) * kLog2E", "0.f"),
+        ),
+    ),
+    (
+        "pass2_boxes_tail_sm90", BOXES_TAIL,
+        (
+            ("visited keys are sampled", "tail output", "const int i = visited + sample_place(",
+             "const int i = sample_place("),
+            ("the first moments are everybody's", "tail output", "const int64 moments = moments_of(params, rows)",
+             "const int64 moments = 0"),
+            ("a row of covariances is its neighbour's", "tail output", "(moments) * Traits::kHeadDim + r :",
+             "(moments) * Traits::kHeadDim + (r ^ 8) :"),
         ),
     ),
     (

@@ -68,6 +68,8 @@ AROUND = replace(UNITS, seqlen_q=600, seqlen_k=1000 + 3, is_causal=False)
 LONG = Case(seqlen_q=300, seqlen_k=9503, segment=256, block_m=64, block_n=64, tau=0.01, options={"unit": 1})
 HOPPER = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=512, head_dim=128, options={"window": 30})
 PASS2 = "pass2_sm90", "pass2_tail_sm90"  # with a tail diff runs both
+# Units that the copy engine brings, in segments of one q tile.
+BOXES = replace(HOPPER, segment=128, options={"unit": 8, "rank": "weight"})
 BY_HEAD = (0.01, 0.5, 0.0, 0.1)  # of four heads
 # A key that the mean query puts last and some queries put first, by more than a weight can hold.
 RISING = replace(HOPPER, tau=0.0, options={"rank": "mean", "window": 30}, poison=("k", 100, -2000.0))
@@ -399,8 +401,8 @@ FAULTS = [
     ),
     *_faults(
         PASS2, HOPPER,
-        ("rows are swizzled wrongly", "stop", "kKeyAtom + row * 128 + ((c % 8 ^ (row & 7)) << 4)",
-         "kKeyAtom + row * 128 + ((c % 8 ^ (row & 3)) << 4)"),
+        ("rows are swizzled wrongly", "stop", "kRowsStride + row % 8 * 128 + ((c % 8 ^ (row & 7)) << 4)",
+         "kRowsStride + row % 8 * 128 + ((c % 8 ^ (row & 3)) << 4)"),
         ("tau is halved", "stop", "sum < tau * my.l", "sum < tau * 0.5f * my.l"),
         ("one row of many decides", "stop", "small &= my.first_row", "small = my.first_row"),
         ("the mass before the tile is not rescaled", "stop", "    my.l[h] *= my.rescale_by[h];\n", ""),
@@ -410,6 +412,16 @@ FAULTS = [
         ("the output is not rescaled", "output", "my.acc[d * 4 + e] *= my.rescale_by[e / 2];",
          "my.acc[d * 4 + e] *= 1.f;"),
         ("lse is in units of log2", "lse", " * 0.69314718055994531f", ""),
+    ),
+    *_faults(
+        ("pass2_boxes_sm90", "pass2_boxes_tail_sm90"), BOXES,
+        ("a box of values stands in another's place", "output", "v_full[v_ring.slot], v_before, kv_head",
+         "v_full[v_ring.slot], v_before ^ 8, kv_head"),
+        ("all warps ask for the first one's boxes", "stop", "threadIdx.x / 32 * kBoxes + ", ""),
+        ("queries are those behind them", "stop", "columns * 64, first, head", "columns * 64, first + 1, head"),
+        ("the first eight outputs are everybody's", "output", "first + Rows::of_head(key_row)", "first"),
+        ("the state's output is not multiplied by l", "output", "Element::high(x[i]) * my.l[i % 2]",
+         "Element::high(x[i])"),
     ),
     *_faults(
         "pass2_sm90", replace(HOPPER, block_m=64),  # of four warps that vote

@@ -68,8 +68,8 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "products"),
     [
-        ("pass1_sm90-bfloat16-d128-s2", 16), ("pass2_tail_sm90-bfloat16-d128-s2", 16),
-        ("pass2_tail_sm90-bfloat16-d64-s2", 12), ("pass2_sm90-bfloat16-d128-s2", 16),
+        ("pass1_sm90-bfloat16-d128-s2", 16), ("pass2_tail_sm90-bfloat16-d128-s2-paged", 16),
+        ("pass2_boxes_tail_sm90-bfloat16-d128-s2", 16), ("pass2_tail_sm90-bfloat16-d64-s2", 12), ("pass2_sm90-bfloat16-d128-s2", 16),
         ("pass2_sm90-float16-d128-m64-s2", 12), ("pass2_listed_sm90-bfloat16-d64-m64-s2", 8),
         ("nsa_window_sm90-bfloat16-d128", 12),
     ],
@@ -79,7 +79,7 @@ def test_scores_and_outputs_are_in_flight_together(name, products, folder):
     assert any(stage.products == products and stage.pending == 1 for stage in stages(name, folder))
 
 
-@pytest.mark.parametrize("name", ["pass1_sm90-bfloat16-d128-s2", "pass2_tail_sm90-bfloat16-d128-s2"])
+@pytest.mark.parametrize("name", ["pass1_sm90-bfloat16-d128-s2", "pass2_boxes_tail_sm90-bfloat16-d128-s2"])
 def test_a_turn_is_passed_to_products_that_are_ready(name, folder):
     """Scores are issued one after the other, with what describes queries and keys in uniform registers, and the turn is
     passed before the last product of an output."""
@@ -87,6 +87,23 @@ def test_a_turn_is_passed_to_products_that_are_ready(name, folder):
     code = " ".join(found)
     assert "BAR.SYNC" + 8 * " HGMMA" + " gsb0" in code
     assert 7 * "HGMMA " + "BAR.ARV HGMMA gsb0" in code
+
+
+@pytest.mark.parametrize("name", ["pass2_boxes_sm90-float16-d128-s2", "pass2_boxes_tail_sm90-bfloat16-d128-s2"])
+def test_outputs_have_been_read_before_their_place_is_released(name, folder):
+    """Each register that pass 1's outputs are loaded to is used before a consumer arrives for them, which it does after
+    it has for the first keys. An arrival behind a load is no proof that it has been made."""
+    code = disassembled(name, folder).splitlines()
+    first = next(i for i, line in enumerate(code) if "LDSM" in line)
+    loads = [i for i in range(first, first + 100) if "LDSM" in code[i]]
+    assert len(loads) == 8  # of 16 rows and columns each
+    for at in loads:
+        to = int(re.search(r"LDSM\S+ R(\d+),", code[at])[1])
+        behind = code[at + 1 :]
+        arrivals = [i for i, line in enumerate(code) if i > loads[-1] and "SYNCS.ARRIVE" in line]
+        for register in range(to, to + 4):
+            used = next(i for i, line in enumerate(behind, at + 1) if re.search(rf"R\d+, .*\bR{register}\b", line))
+            assert used < arrivals[1]
 
 
 def test_weights_are_packed_under_exponentials(folder):
@@ -100,7 +117,7 @@ def test_weights_are_packed_under_exponentials(folder):
 @pytest.mark.parametrize(
     ("name", "exponentials"),
     [
-        ("pass2_tail_sm90-bfloat16-d128-s2", 128), ("pass2_sm90-float16-d128-m64-s2", 64),
+        ("pass2_boxes_tail_sm90-bfloat16-d128-s2", 128), ("pass2_sm90-float16-d128-m64-s2", 64),
         ("pass1_sm90-float16-d256-s2", 32), ("nsa_window_sm90-bfloat16-d128", 32),
     ],
 )  # fmt: skip

@@ -1,7 +1,6 @@
 // From acc to rows of the output and back: what pass 1 leaves, pass 2 takes up.
 #pragma once
 #include "common/keep_finite.cuh"
-#include "sm90/products.cuh"
 #include "sm90/q_tiles.cuh"
 #include "sm90/softmax.cuh"
 
@@ -14,7 +13,7 @@ __device__ __forceinline__ int position_of(const QTile& tile, int row) {
 }
 
 // Takes up the state that pass 1 left: acc = out * l. Nobody stores a row that is not there (-1): it reads the first, or
-// outputs of whichever row.
+// outputs of whichever row. With kBringsOutputs the caller releases their place, once they have been read for sure.
 template <class Traits>
 __device__ __forceinline__ void resume(Consumer<Traits>& my, const QTile& tile, const int (&position)[2]) {
   const float2* state = my.params.state + static_cast<int64>(tile.head) * my.params.geometry.seqlen_q;
@@ -40,7 +39,6 @@ __device__ __forceinline__ void resume(Consumer<Traits>& my, const QTile& tile, 
         to[1] = Traits::Element::high(x[i]) * my.l[i % 2];
       }
     }
-    release_v(my);
     return;
   }
   const int head_dim = my.params.geometry.head_dim;

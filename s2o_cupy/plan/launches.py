@@ -61,7 +61,7 @@ def launches(
     if plan.method.visits:
         found += [*head_taus.launches(build, problem, config), *plan.method.before_rounds(build)]
         pass2, more = plan.method.pass2(plan.pass2) if adds_tail else (plan.pass2, {})
-        if plan.geometry.segment <= pass2.block_m:  # its queries are one q tile, as they lie
+        if plan.tiles == 1:  # of a segment, whose queries stand as they lie
             pass2 = plan.runs_on.by_boxes(pass2, plan.geometry.unit, problem.head_dim)
         for i, chunk in enumerate(plan.chunks):
             found += plan.method.before_pass2(build, chunk)

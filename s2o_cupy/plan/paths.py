@@ -278,14 +278,13 @@ class _Hopper(Path):
                 yield self.packed(pass1)
         for block_m in self.block_ms_of(inputs.head_dim):
             pass2 = self.pass2(inputs, limits, block_m)
-            yield pass2
-            yield (listed := self.listed(pass2))  # of the last queries
-            if with_tail := self.with_tail(pass2):
-                yield with_tail
-            if paired := self.paired(listed):
-                yield paired
+            seconds = [pass2, (listed := self.listed(pass2)), self.with_tail(pass2), self.paired(listed)]
             if skips_values:
-                yield self.listed(pass2, skips_values=True)
+                seconds.append(self.listed(pass2, skips_values=True))
+            for kernel in filter(None, seconds):
+                yield kernel
+                if (by_boxes := self.by_boxes(kernel, HOPPER_BLOCK, inputs.head_dim)) != kernel:
+                    yield by_boxes
 
     @staticmethod
     def _kernel(family: Family, inputs: Inputs, block_m: int = HOPPER_BLOCK) -> Kernel:
