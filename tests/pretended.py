@@ -92,5 +92,6 @@ def record_launches(monkeypatch: Any, compute_capability: int, *modules: Any) ->
     for module in modules:
         monkeypatch.setattr(module, "runtime", runtime)
         monkeypatch.setattr(module, "device_limits", lambda device: limits)
-    monkeypatch.setattr(tensor_maps, "tensor_map", lambda *arguments: bytes(128))
+    for of_array in ("tensor_map", "box_map"):
+        monkeypatch.setattr(tensor_maps, of_array, lambda *arguments: bytes(128))
     return launched

@@ -162,10 +162,17 @@ PACKED_GATHERED, PACKED_WHOLE_ROWS = partial(of_packed_pages, "hopper", 1), part
 COLLECT = partial(collecting_few, partial(of_pages, COLLECTED, "hopper", 8))
 COLLECT_PACKED = partial(collecting_few, partial(of_packed_pages, "hopper", 8))
 FP8 = partial(sanitize.fp8_differing, sanitize.ragged_on("portable", 100))  # a sequence takes a turn, others do not
-PAIRS = partial(wrong_by_random_lists, replace(LISTED, block_m=64, heads=8, kv_heads=2), "hopper", 64)
-LISTS, LISTS_HOPPER = (partial(wrong_by_random_lists, LISTED, path, 64) for path in ("portable", "hopper"))
-SKIPS, SKIPS_HOPPER = (
-    partial(wrong_by_random_lists, LISTED, path, 1, value_skip=-1.0) for path in ("portable", "hopper")
+# Units of 64 keys come by the copy engine on Hopper, others are gathered.
+PAIRS, BOX_PAIRS = (
+    partial(wrong_by_random_lists, replace(LISTED, block_m=64, heads=8, kv_heads=2), "hopper", unit) for unit in (4, 64)
+)
+LISTS, LISTS_HOPPER, BOX_LISTS = (
+    partial(wrong_by_random_lists, LISTED, path, unit)
+    for path, unit in (("portable", 64), ("hopper", 4), ("hopper", 64))
+)
+SKIPS, SKIPS_HOPPER, BOX_SKIPS = (
+    partial(wrong_by_random_lists, LISTED, path, unit, value_skip=-1.0)
+    for path, unit in (("portable", 1), ("hopper", 1), ("hopper", 64))
 )
 TAUS, TAUS_HOPPER = partial(of_taus, "portable"), partial(of_taus, "hopper")
 
@@ -289,6 +296,14 @@ FAULTS = [
           "t.head += 0 * (t.head - of_pairs.first_head)", PAIRS, hopper=True),
     Fault("pass2_listed_pairs_sm90", "nobody says what the second head visits",
           "tile.visited += my.group * my.params", "tile.visited += 0 * my.params", PAIRS, hopper=True),
+    Fault("pass2_boxes_listed_sm90", "a unit's keys are its first one", "return (entry << unit_shift) + (i & unit_mask);",
+          "return (entry << unit_shift) + 0 * (i & unit_mask);", BOX_LISTS, hopper=True),
+    Fault("pass2_boxes_listed_pairs_sm90", "the second head has the queries of the first", "head + nth_head, batch);",
+          "head, batch);", BOX_PAIRS, hopper=True),
+    Fault("pass2_boxes_listed_pairs_sm90", "the second head's queries stand in the place of the first's",
+          "nth_head * kRows * 128", "0 * nth_head", BOX_PAIRS, hopper=True),
+    Fault("pass2_boxes_skipping_sm90", "half as much is slight", "return largest - m <= limit;",
+          "return largest - m <= 2.f * limit;", BOX_SKIPS, hopper=True),
     Fault("pass2_skipping", "half as much is slight", "return largest - m <= limit;",
           "return largest - m <= 2.f * limit;", SKIPS),
     Fault("pass2_skipping_sm90", "half as much is slight", "return largest - m <= limit;",

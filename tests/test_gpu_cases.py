@@ -52,7 +52,8 @@ def test_every_case_can_be_launched(name):
         assert [stages.count(name) for name in ("unit_rows", "query_norms")] == [int(bool(by_query))] * 2
         adds_tail = bool(plan.chunks and case.config().adds_tail)
         assert ("key_moments" in stages) == adds_tail
-        assert ("add_tail" in stages) + ("pass2_tail_sm90" in functions) == adds_tail
+        in_pass2 = any(function in ("pass2_tail_sm90", "pass2_boxes_tail_sm90") for function in functions)
+        assert ("add_tail" in stages) + in_pass2 == adds_tail
 
 
 @pytest.mark.parametrize("rank", ["query", "weight", "max", "mean"])

@@ -32,8 +32,9 @@ def test_moments_of_the_groups_that_segments_have(path):
     groups = sorted({plan.geometry.moment_group(n) for n in range(plan.geometry.segments)})
     assert groups == [moment_group(18_000), moment_group(19_900)]
     adder = "pass2" if path == "hopper" else "add_tail"
-    for stage in ("key_moments", adder):
-        assert (steps[stage].params["first_group"], steps[stage].params["groups"]) == (groups[0], 2)
+    of_adder = steps[adder].params["attention"] if path == "hopper" else steps[adder].params  # behind tensor maps
+    for params in (steps["key_moments"].params, of_adder):
+        assert (params["first_group"], params["groups"]) == (groups[0], 2)
     grain = 2 ** plan.geometry.grain_shift
     assert grain == 16  # 18,000 is so many times an odd number
     parts = moment_group(moment_keys(groups[1]) // grain)
@@ -44,8 +45,8 @@ def test_moments_of_the_groups_that_segments_have(path):
     assert memory.places["covariances"].shape == (2, 2, 128, 128)
     assert ("add_tail" in steps) == (path == "portable")
     bases = {place: name for place, name, _ in steps[adder].pointers}
-    fields = steps[adder].params.dtype.fields
-    assert bases[fields["lse"][1]] == "lse" and bases[fields["covariances"][1]] == "workspace"
+    places = dict(steps[adder].kernel.family.params.pointers)
+    assert bases[places["lse"]] == "lse" and bases[places["covariances"]] == "workspace"
     assert "lse" in memory.places  # where nobody asks for it
     plain = S2OConfig(tail="none", path=path)
     assert "covariances" not in workspace(plan_of(problem, plain), problem, plain).places
@@ -84,7 +85,7 @@ def test_where_covariances_come_with_samples(compute_capability, head_dim, buffe
 
 
 @pytest.mark.parametrize(("path", "head_dim", "block_m", "functions"), [
-    ("hopper", 40, 128, ["pass2_tail_sm90"]), ("hopper", 128, 128, ["pass2_tail_sm90"]),
+    ("hopper", 40, 128, ["pass2_tail_sm90"]), ("hopper", 128, 128, ["pass2_boxes_tail_sm90"]),
     ("hopper", 128, 64, ["pass2_sm90", "add_tail"]), ("hopper", 136, 128, ["pass2_sm90", "add_tail"]),
     ("portable", 128, 128, ["pass2", "add_tail"]),
 ])  # fmt: skip
@@ -94,7 +95,7 @@ def test_who_adds_the_tail(path, head_dim, block_m, functions):
     _, steps = launched(problem, config)
     assert [x.kernel.function for x in steps if x.stage in ("pass2", "add_tail")] == functions
     _, without = launched(problem, config, adds_tail=False)
-    plain = "pass2_sm90" if path == "hopper" else "pass2"
+    plain = functions[0].replace("_tail", "")
     assert [x.kernel.function for x in without if x.stage in ("pass2", "add_tail")] == [plain]
     pass2 = next(x.kernel for x in steps if x.stage == "pass2")
     assert pass2.shared_bytes <= LIMITS[90].shared_per_block
