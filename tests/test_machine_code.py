@@ -69,7 +69,8 @@ def folder(tmp_path_factory):
     ("name", "products"),
     [
         ("pass1_sm90-bfloat16-d128-s2", 16), ("pass2_tail_sm90-bfloat16-d128-s2-paged", 16),
-        ("pass2_boxes_tail_sm90-bfloat16-d128-s2", 16), ("pass2_tail_sm90-bfloat16-d64-s2", 12), ("pass2_sm90-bfloat16-d128-s2", 16),
+        ("pass2_boxes_tail_sm90-bfloat16-d128-s2", 16), ("pass2_tail_sm90-bfloat16-d64-s2", 12),
+        ("pass2_sm90-bfloat16-d128-s2", 16),
         ("pass2_sm90-float16-d128-m64-s2", 12), ("pass2_listed_sm90-bfloat16-d64-m64-s2", 8),
         ("nsa_window_sm90-bfloat16-d128", 12),
     ],

@@ -76,7 +76,7 @@ __device__ __forceinline__ void attend_second(const Params& params, typename Tra
   initialise<Traits, true>(shared);
   if (threadIdx.x < kWarpgroup) {
     registers_shrink<kProducerRegisters<Traits>>();
-    produce_by_gathering<Traits, Rows>(params, shared, maps);
+    produce_second<Traits, Rows>(params, shared, maps);
   } else {
     registers_grow<kConsumerRegisters<Traits>>();
     Consumer<Traits> my(shared, params);

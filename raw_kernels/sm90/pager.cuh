@@ -5,7 +5,8 @@
 // after the next q tile is announced, so consumers must not wait for it before they have stored the q tile before.
 #pragma once
 #include "sm90/checker.cuh"
-#include "sm90/producer.cuh"
+#include "sm90/gathered_rows.cuh"
+#include "sm90/q_tiles.cuh"
 
 namespace s2o {
 namespace sm90 {

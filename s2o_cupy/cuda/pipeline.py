@@ -264,12 +264,12 @@ class Prepared:
         k, v = bases.k, bases.v
         if self.plan.collect_pages is not None:
             k, v = (address + places[name].offset for name in COLLECTED)
-        self._map("pass1", (bases.q, k, v), address)
-        self._map("pass2", (bases.q, k, v, bases.out), address)
+        self._write_maps("pass1", (bases.q, k, v), address)
+        self._write_maps("pass2", (bases.q, k, v, bases.out), address)
         self._pointed = at, address
 
-    def _map(self, stage: str, pointers: tuple[int, ...], address: int) -> None:
-        """Write the tensor maps of a stage's launches. ``pointers``: of q, k, v and out as far as it has maps of them;
+    def _write_maps(self, stage: str, pointers: tuple[int, ...], address: int) -> None:
+        """Those of a stage's launches. ``pointers``: of q, k, v and out as far as it has maps of them;
         ``address``: of the workspace."""
         launches = self.mapped[stage]
         place = self.workspace.places.get("covariances") if stage == "pass2" else None
