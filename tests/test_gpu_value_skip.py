@@ -178,7 +178,8 @@ class Fault:
 
     @property
     def function(self):
-        return "pass2_skipping_sm90" if self.path == "hopper" else "pass2_skipping"
+        """On Hopper units of 64 keys come by boxes."""
+        return "pass2_boxes_skipping_sm90" if self.path == "hopper" else "pass2_skipping"
 
     def plant(self, text):
         assert text.count(self.old) == 1, f"{self.name}: its place in the source is gone or no longer the only one"
