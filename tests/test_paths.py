@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 
 import s2o_cupy
+from s2o_cupy.arrays.operand import Operand
 from s2o_cupy.plan.device import DeviceLimits
-from s2o_cupy.plan.kernels import Inputs
+from s2o_cupy.plan.kernels import Inputs, padded_head_dim
+from s2o_cupy.plan.launches import launches, workspace
 from s2o_cupy.plan.paths import HOPPER, PATHS, PORTABLE, choose_path, path_of
+from s2o_cupy.plan.schedule import ScheduleShape, listed_plan
 from s2o_cupy.problem import GPU_BLOCK_M, Problem
+from s2o_cupy.selection.methods import make_plan
 from s2o_cupy.spec import PATHS as NAMES
 from s2o_cupy.spec import STOP_LAG, Geometry, S2OConfig
 from s2o_cupy.tools.catalogue import kernels_for
@@ -54,6 +58,51 @@ def test_a_path_that_is_named_and_cannot_is_an_error(block_m, head_dim):
     refusal = f"path is 'hopper', but block_m is 64, not 128 with head_dim {head_dim}; accepted: 'auto' or 'portable'"
     with pytest.raises(ValueError, match=refusal):
         choose_path(problem, config.of_pass, LIMITS, True, True)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "unit", "by_boxes"),
+    [
+        (128, 1, False), (128, 4, False), (128, 8, True), (128, 128, True), (64, 8, False), (64, 16, True),
+        (256, 8, True), (96, 64, False), (40, 64, False),
+    ],
+)  # fmt: skip
+def test_units_that_the_copy_engine_brings(head_dim, unit, by_boxes):
+    """Boxes of 2 KiB or more, of rows that are not padded, and of arrays: each kernel of pass 2 that has a twin."""
+    inputs = Inputs("bfloat16", padded_head_dim(head_dim))
+    pass2 = HOPPER.pass2(inputs, LIMITS, 128)
+    kernels = [pass2, HOPPER.with_tail(pass2), HOPPER.listed(pass2), HOPPER.listed(pass2, skips_values=True)]
+    for kernel in filter(None, kernels):
+        twin = kernel.function.replace("pass2_", "pass2_boxes_")
+        found = HOPPER.by_boxes(kernel, unit, head_dim)
+        assert found.function == (twin if by_boxes else kernel.function)
+        assert replace(found, family=kernel.family) == kernel
+        assert HOPPER.by_boxes(replace(kernel, paged=True), unit, head_dim).function == kernel.function
+    assert HOPPER.by_boxes(HOPPER.laddered(pass2), unit, head_dim) == HOPPER.laddered(pass2)
+    portable = PORTABLE.pass2(inputs, LIMITS, 128)
+    assert PORTABLE.by_boxes(portable, unit, head_dim) is portable
+
+
+@pytest.mark.parametrize(
+    ("options", "function"),
+    [
+        ({}, "pass2_boxes_tail_sm90"), ({"tail": "none"}, "pass2_boxes_sm90"), ({"segment": 256}, "pass2_tail_sm90"),
+        ({"unit": 4}, "pass2_tail_sm90"), ({"rank": "mean"}, "pass2_sm90"),
+    ],
+)  # fmt: skip
+def test_calls_that_the_copy_engine_brings_keys_to(options, function):
+    """Where a segment is one q tile, whose queries stand as they lie."""
+    config, problem = S2OConfig(dense_up_to=0, **options), replace(PROBLEM, seqlen_q=2000, seqlen_k=2000)
+    plan = make_plan(problem, config, LIMITS, True, True)
+    q, k = (Operand(0, (1, n, 2000, 128), (n * 256000, 256000, 128)) for n in (8, 2))
+    steps = launches(plan, problem, config, {"q": q, "k": k, "v": k, "out": q}, workspace(plan, problem, config))
+    assert {x.kernel.function for x in steps if x.stage == "pass2"} == {function}
+
+
+@pytest.mark.parametrize(("q_ordered", "function"), [(False, "pass2_boxes_listed_sm90"), (True, "pass2_listed_sm90")])
+def test_lists_that_the_copy_engine_brings_keys_to(q_ordered, function):
+    plan = make_plan(PROBLEM, S2OConfig().of_pass, LIMITS, True, True)
+    assert listed_plan(plan, ScheduleShape(2, unit=64), PROBLEM, True, q_ordered)[1].function == function
 
 
 def test_blocks_of_a_launch():

@@ -61,6 +61,7 @@ def install(monkeypatch):
         monkeypatch.setattr(tables, "cupy", Tables())
         for module in (launches, tensor_maps):  # a map of which nothing is known but where its array begins
             monkeypatch.setattr(module, "tensor_map", lambda pointer, *_: pointer.to_bytes(128, "little"))
+        monkeypatch.setattr(tensor_maps, "box_map", tensor_maps.tensor_map)
         return notes
 
     yield start
@@ -159,6 +160,27 @@ def test_every_call_has_its_own_arrays(install, config, observe):
         tensors = [int(attention(first)[name]["data"]) for name in ("q", "k", "v", "out")]
         maps = [address for name, address in pointers_of(first).items() if name.startswith("map")]
         assert tensors == [x + further for x in (Q, K, V, OUT)] and maps == tensors[:3]
+        notes.clear()
+
+
+@pytest.mark.parametrize("tail", ["none", "first_order"])
+def test_the_second_pass_has_maps_of_its_own(install, tail):
+    """Of q, k, v, out and the tail's covariances, in each round of a call; made anew for other arrays."""
+    from s2o_cupy.cuda import pipeline
+
+    config = S2OConfig(rank="weight", segment=128, dense_up_to=0, workspace_bytes=1 << 20, tail=tail)
+    notes = install(90)
+    for further in (0, 0, 1 << 20, 0):
+        call = a_call(20_000)
+        moved = tuple(x._replace(pointer=x.pointer + further) for x in call.operands)
+        pipeline.run(call._replace(operands=moved), config, stream=STREAM, memory=Memory())
+        rounds = [x for x in launches_of(notes) if x.kernel.role.startswith("pass2_boxes")]
+        assert len(rounds) > 1
+        for x in rounds:
+            pointers = pointers_of(x)
+            *arrays, covariances = (pointers[f"map {i}"] for i in range(5))
+            assert arrays == [a + further for a in (Q, K, V, OUT)]
+            assert covariances == (pointers["covariances"] if tail == "first_order" else 0)
         notes.clear()
 
 
