@@ -186,6 +186,20 @@ def wrong_by_random_lists(
     return undefined(found, q, k, v, lists, **tiles)
 
 
+def moved_by_unlisted(path: str, head_dim: int, unit: int, keys: int, **options: Any) -> list[str]:
+    """What NaN in the keys and values of no list change: a list of so many ``keys`` may end within a unit."""
+    rng = np.random.default_rng(0)
+    q, (k, v) = rng.standard_normal((1, 2, 128, head_dim)), rng.standard_normal((2, 1, 1, 512, head_dim))
+    entries = np.arange(-(-keys // unit), dtype=np.int32)[::-1].copy()
+    lists = KeyLists(entries, np.zeros((1, 1, 1), np.int64), np.full((1, 1, 1), keys, np.int32), unit)
+    found = []
+    for _ in range(2):
+        found.append(attend(path, *(x.astype(np.float16) for x in (q, k, v)), lists, **options))
+        unlisted = np.setdiff1d(np.arange(512), lists.positions(0, 0, 0, 0))
+        k[:, :, unlisted] = v[:, :, unlisted] = np.nan
+    return found[0].differing(found[1])
+
+
 # ---------------------------------------------------------------- S2O as a producer of lists
 
 

@@ -14,7 +14,7 @@ from conftest import has_gpu
 from gpu_cases import DTYPES
 from in_process import run_script
 from key_lists import all_keys, list_heads, make_lists, random_lists
-from listed_calls import assert_defined, attend, by_lists_of_s2o, problem_of
+from listed_calls import assert_defined, attend, by_lists_of_s2o, moved_by_unlisted, problem_of
 
 from s2o_cupy import S2OConfig
 from s2o_cupy.reference.lists import KeyLists
@@ -121,6 +121,16 @@ def test_tiles_of_64_queries_stop(path, qkv, rng, tau):
     assert (found.visited <= whole).all() and (found.visited < whole).any()
     if tau == float("inf"):
         np.testing.assert_array_equal(found.visited, np.minimum(whole, 2 + STOP_LAG[path]))
+
+
+@pytest.mark.parametrize("keys", [1, 8, 100, 104, 130, 255])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("unit", "block_m"), [(4, 128), (64, 128), (128, 128), (128, 64)])
+def test_lists_that_end_within_a_unit(path, head_dim, unit, block_m, keys):
+    """And within the keys that the copy engine brings together: what stands behind its end has no influence, not even
+    NaN."""
+    if head_dim <= 128 or block_m == 128:
+        assert moved_by_unlisted(path, head_dim, unit, keys, block_m=block_m) == []
 
 
 @pytest.mark.parametrize("options", [{"scale": 0.3}, {"softcap": 2.0}, {"block_n": 256}], ids=str)

@@ -90,7 +90,13 @@ def test_a_turn_is_passed_to_products_that_are_ready(name, folder):
     assert 7 * "HGMMA " + "BAR.ARV HGMMA gsb0" in code
 
 
-@pytest.mark.parametrize("name", ["pass2_boxes_sm90-float16-d128-s2", "pass2_boxes_tail_sm90-bfloat16-d128-s2"])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", [
+    "pass2_boxes_tail_sm90-bfloat16-d128-s2", "pass2_boxes_sm90-float16-d128-s2",
+    "pass2_boxes_listed_sm90-bfloat16-d128-s2", "pass2_boxes_listed_sm90-bfloat16-d128-m64-s2",
+    "pass2_boxes_listed_pairs_sm90-bfloat16-d128-s2",
+    "pass2_boxes_skipping_sm90-bfloat16-d128-s2", "pass2_boxes_skipping_sm90-bfloat16-d128-m64-s2",
+])  # fmt: skip
 def test_outputs_have_been_read_before_their_place_is_released(name, folder):
     """Each register that pass 1's outputs are loaded to is used before a consumer arrives for them, which it does after
     it has for the first keys. An arrival behind a load is no proof that it has been made."""
