@@ -194,7 +194,8 @@ def moved_by_unlisted(path: str, head_dim: int, unit: int, keys: int, **options:
     lists = KeyLists(entries, np.zeros((1, 1, 1), np.int64), np.full((1, 1, 1), keys, np.int32), unit)
     found = []
     for _ in range(2):
-        found.append(attend(path, *(x.astype(np.float16) for x in (q, k, v)), lists, **options))
+        of_q, of_k, of_v = (x.astype(np.float16) for x in (q, k, v))
+        found.append(attend(path, of_q, of_k, of_v, lists, **options))
         unlisted = np.setdiff1d(np.arange(512), lists.positions(0, 0, 0, 0))
         k[:, :, unlisted] = v[:, :, unlisted] = np.nan
     return found[0].differing(found[1])
