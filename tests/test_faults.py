@@ -415,8 +415,8 @@ FAULTS = [
     ),
     *_faults(
         ("pass2_boxes_sm90", "pass2_boxes_tail_sm90"), BOXES,
-        ("a box of values stands in another's place", "output", "v_full[v_ring.slot], v_before, kv_head",
-         "v_full[v_ring.slot], v_before ^ 8, kv_head"),
+        ("a box of values stands in another's place", "output", "k_row = v_row = now < 0 ? kPastRows : now;",
+         "k_row = now < 0 ? kPastRows : now, v_row = k_row ^ 8;"),
         ("all warps ask for the first one's boxes", "stop", "threadIdx.x / 32 * kBoxes + ", ""),
         ("queries are those behind them", "stop", "columns * 64, first, head", "columns * 64, first + 1, head"),
         ("the first eight outputs are everybody's", "output", "first + Rows::of_head(key_row)", "first"),
