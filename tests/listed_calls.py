@@ -106,12 +106,20 @@ def attend(
         Call(operands(q, k, v, o), lse.data.ptr, visited.data.ptr, problem, paging), pointers, shape, settings.of_pass,
         stream=cupy.cuda.get_current_stream().ptr, state=state,
         skips=SkipPointers(**{name: x.data.ptr for name, x in skips.items()}),
+        whole_units=has_whole_units(*map(cupy.asnumpy, (entries, begins, keys)), lists.unit, problem.seqlen_k),
     )  # fmt: skip
     assert plan.path == path
     found = Attended(*(cupy.asnumpy(x) for x in (o, lse, visited, *skips.values())))
     if value_skip is not None:
         found.found_skips = found.found_skips.astype(bool)
     return found
+
+
+def has_whole_units(entries: Any, begins: Any, keys: Any, unit: int, seqlen_k: int) -> bool:
+    """Whether each list ends with the last key of a unit or of the sequence."""
+    last = [entries[begin + (n - 1) // unit] for begin, n in zip(begins.ravel(), keys.ravel(), strict=True) if n > 0]
+    ends = np.array(last, np.int64) * unit + (keys[keys > 0] - 1) % unit + 1
+    return bool(np.all((ends % unit == 0) | (ends == seqlen_k)))
 
 
 def undefined(
@@ -187,7 +195,7 @@ def wrong_by_random_lists(
 
 
 def moved_by_unlisted(path: str, head_dim: int, unit: int, keys: int, **options: Any) -> list[str]:
-    """What NaN in the keys and values of no list change: a list of so many ``keys`` may end within a unit."""
+    """What NaN in the keys and values of no list change: of so many ``keys`` a list may end within a unit."""
     rng = np.random.default_rng(0)
     q, (k, v) = rng.standard_normal((1, 2, 128, head_dim)), rng.standard_normal((2, 1, 1, 512, head_dim))
     entries = np.arange(-(-keys // unit), dtype=np.int32)[::-1].copy()

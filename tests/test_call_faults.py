@@ -27,7 +27,7 @@ import test_gpu_nsa
 import test_method_faults
 from conftest import has_gpu, has_hopper
 from gpu_cases import DTYPES, Case
-from listed_calls import moved_by_unlisted, wrong_by_random_lists
+from listed_calls import wrong_by_random_lists
 from nsa_cases import SMALL, branch_problems, choice_problems, draw, whole_problems, wide
 
 from s2o_cupy import S2OConfig, s2o_attention
@@ -170,8 +170,6 @@ LISTS, LISTS_HOPPER, BOX_LISTS = (
     partial(wrong_by_random_lists, LISTED, path, unit)
     for path, unit in (("portable", 64), ("hopper", 4), ("hopper", 64))
 )
-CUT = partial(moved_by_unlisted, "hopper", 128, 64, 100)  # a list that ends within a box
-CUT_SHORT = replace(LISTED, seqlen_k=339)
 SKIPS, SKIPS_HOPPER, BOX_SKIPS = (
     partial(wrong_by_random_lists, LISTED, path, unit, value_skip=-1.0)
     for path, unit in (("portable", 1), ("hopper", 1), ("hopper", 64))
@@ -301,10 +299,6 @@ FAULTS = [
     Fault("pass2_boxes_listed_sm90", "a unit's keys are its first one",
           "return (entry << unit_shift) + (i & unit_mask);", "return (entry << unit_shift) + 0 * (i & unit_mask);",
           BOX_LISTS, hopper=True),
-    Fault("pass2_boxes_listed_sm90", "values past a list's end come too", "is_cut = there > 0 &&",
-          "is_cut = false && there > 0 &&", CUT, hopper=True),
-    Fault("pass2_boxes_listed_sm90", "a list's last values are one short", "chunk * 8, row < count);",
-          "chunk * 8, row < count - 1);", partial(wrong_by_random_lists, CUT_SHORT, "hopper", 64), hopper=True),
     Fault("pass2_boxes_listed_pairs_sm90", "the second head has the queries of the first", "head + nth_head, batch);",
           "head, batch);", BOX_PAIRS, hopper=True),
     Fault("pass2_boxes_listed_pairs_sm90", "the second head's queries stand in the place of the first's",

@@ -127,8 +127,7 @@ def test_tiles_of_64_queries_stop(path, qkv, rng, tau):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("unit", "block_m"), [(4, 128), (64, 128), (128, 128), (128, 64)])
 def test_lists_that_end_within_a_unit(path, head_dim, unit, block_m, keys):
-    """And within the keys that the copy engine brings together: what stands behind its end has no influence, not even
-    NaN."""
+    """What stands behind the end has no influence, not even NaN."""
     if head_dim <= 128 or block_m == 128:
         assert moved_by_unlisted(path, head_dim, unit, keys, block_m=block_m) == []
 

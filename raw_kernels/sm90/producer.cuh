@@ -197,17 +197,7 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
         if (Rows::kListed && tiles == 0) look_up_next<Rows>(params, shared, row, key_row);
       } else {
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
-        if constexpr (kByBoxes && Rows::kListed) {
-          if (tile * kBlockN > count && count % Traits::kBoxKeys != 0) {
-            auto values = params.v;
-            asm volatile("" : "+l"(values.row), "+l"(values.head), "+l"(values.batch));  // registers do not suffice to keep them
-            BoxCopies<Traits>::bring_cut(shared.v[v_ring.slot], maps.v, shared.v_full[v_ring.slot], v_before, kv_head,
-                                         batch, count - (tile - 1) * kBlockN - key_row, values.at(batch, kv_head),
-                                         values.row);
-          } else {
-            BoxCopies<Traits>::bring(shared.v[v_ring.slot], maps.v, shared.v_full[v_ring.slot], v_before, kv_head, batch);
-          }
-        } else if constexpr (kByBoxes) {
+        if constexpr (kByBoxes) {
           BoxCopies<Traits>::bring(shared.v[v_ring.slot], maps.v, shared.v_full[v_ring.slot], v_before, kv_head, batch);
         } else {
           layout.gather_keys(shared_address(shared.v[v_ring.slot]), v, v_before, full(tile - 1));

@@ -51,7 +51,7 @@ NO_SKIPS = SkipPointers()
 
 def attend_lists(
     call: Call, lists: ListPointers, shape: ScheduleShape, of_pass: Pass, *, stream: int, state: int = 0,
-    skips: SkipPointers = NO_SKIPS, memory: Memory = allocate,
+    skips: SkipPointers = NO_SKIPS, memory: Memory = allocate, whole_units: bool = False,
 ) -> LaunchPlan:  # fmt: skip
     """Each q tile attends to the keys of its list, all of which all of its rows see.
 
@@ -68,6 +68,9 @@ def attend_lists(
     state : int
         float32 [batch, heads, seqlen_q, 2], (m in log2 units, l) of the rows that ``shape`` says are resumed; else 0.
     skips : SkipPointers
+    whole_units : bool
+        Every list ends with the last key of a unit or of the sequence, which nobody checks. On Hopper the copy engine
+        may then bring keys; of a list that ends before, it would bring keys that the list does not name.
 
     Nothing waits for the GPU. Returns what was launched.
 
@@ -81,7 +84,8 @@ def attend_lists(
         given = "given" if state else "missing"
         raise ValueError(f"attend_lists: state is {given} and resumed is {shape.resumed}; accepted: both or neither")
     layout = Layout.of(call.operands, call.paging)
-    prepared = _prepare(call.problem, of_pass, shape, runtime.getDevice(), layout, bool(lists.q_order))
+    gathers = bool(lists.q_order) or not whole_units
+    prepared = _prepare(call.problem, of_pass, shape, runtime.getDevice(), layout, gathers)
     if not call.problem.empty:
         prepared.run(call, lists, stream, state, skips, memory)
     return prepared.plan
@@ -91,14 +95,14 @@ class _ListedPass:
     """A prepared launch, in whose parameters a call fills in its addresses."""
 
     def __init__(
-        self, problem: Problem, of_pass: Pass, shape: ScheduleShape, device: int, layout: Layout, q_ordered: bool
+        self, problem: Problem, of_pass: Pass, shape: ScheduleShape, device: int, layout: Layout, gathers: bool
     ) -> None:
         operands = layout.operands(problem)
         plan = make_plan(
             problem, of_pass, device_limits(device), layout.is_aligned(operands), layout.is_compact(operands),
             layout.page_size,
         )  # fmt: skip
-        self.plan, kernel = listed_plan(plan, shape, problem, operands["q"].reaches_next_head(), q_ordered)
+        self.plan, kernel = listed_plan(plan, shape, problem, operands["q"].reaches_next_head(), gathers)
         launch = listed_launch(self.plan, kernel, problem, operands, layout.paging, shape.more_params(problem))
         self.program = Program([launch], device)
         self.mapped: tuple[int, ...] | None = () if kernel.family.params.map_bytes else None  # what tensor maps are of
