@@ -102,25 +102,16 @@ def attend(
     pointers = ListPointers(
         entries.data.ptr, begins.data.ptr, keys.data.ptr, q_order=0 if order is None else order.data.ptr
     )
-    host_lists = [cupy.asnumpy(x) for x in (entries, begins, keys)]
     plan = attend_lists(
         Call(operands(q, k, v, o), lse.data.ptr, visited.data.ptr, problem, paging), pointers, shape, settings.of_pass,
         stream=cupy.cuda.get_current_stream().ptr, state=state,
         skips=SkipPointers(**{name: x.data.ptr for name, x in skips.items()}),
-        whole_units=has_whole_units(*host_lists, unit=lists.unit, seqlen_k=problem.seqlen_k),
     )  # fmt: skip
     assert plan.path == path
     found = Attended(*(cupy.asnumpy(x) for x in (o, lse, visited, *skips.values())))
     if value_skip is not None:
         found.found_skips = found.found_skips.astype(bool)
     return found
-
-
-def has_whole_units(entries: Any, begins: Any, keys: Any, *, unit: int, seqlen_k: int) -> bool:
-    """Whether each list ends with the last key of a unit or of the sequence."""
-    last = [entries[begin + (n - 1) // unit] for begin, n in zip(begins.ravel(), keys.ravel(), strict=True) if n > 0]
-    ends = np.array(last, np.int64) * unit + (keys[keys > 0] - 1) % unit + 1
-    return bool(np.all((ends % unit == 0) | (ends == seqlen_k)))
 
 
 def undefined(

@@ -92,6 +92,6 @@ def record_launches(monkeypatch: Any, compute_capability: int, *modules: Any) ->
     for module in modules:
         monkeypatch.setattr(module, "runtime", runtime)
         monkeypatch.setattr(module, "device_limits", lambda device: limits)
-    for of_array in ("tensor_map", "box_map"):
+    for of_array in ("tensor_map", "box_map", "page_map"):
         monkeypatch.setattr(tensor_maps, of_array, lambda *arguments: bytes(128))
     return launched

@@ -53,6 +53,7 @@ LISTED = (
     (Case(seqlen_q=130, seqlen_k=290, head_dim=80, is_causal=False, batch=2, dtype="float16"), 64, None),
     (Case(seqlen_q=130, seqlen_k=290, head_dim=256, is_causal=False), 128, None),
     (Case(seqlen_q=130, seqlen_k=290, head_dim=64, is_causal=False), 1, 16),
+    (Case(seqlen_q=130, seqlen_k=290, head_dim=128, is_causal=False), 64, 16),
     (Case(seqlen_q=130, seqlen_k=290, head_dim=256, is_causal=False, heads=1), 64, 1),
     (Case(seqlen_q=150, seqlen_k=333, head_dim=128, is_causal=False, block_m=64, heads=1), 1, 16),
     (Case(seqlen_q=150, seqlen_k=333, head_dim=128, is_causal=False, block_m=64), 1, 16),  # two heads of a KV head

@@ -27,7 +27,7 @@ import test_gpu_nsa
 import test_method_faults
 from conftest import has_gpu, has_hopper
 from gpu_cases import DTYPES, Case
-from listed_calls import wrong_by_random_lists
+from listed_calls import moved_by_unlisted, wrong_by_random_lists
 from nsa_cases import SMALL, branch_problems, choice_problems, draw, whole_problems, wide
 
 from s2o_cupy import S2OConfig, s2o_attention
@@ -158,6 +158,10 @@ SELECTED, SELECTED_128 = partial(of_selected, 64), partial(of_selected, 128)
 GRADIENTS = partial(of_gradients, 64)
 PACKED, PACKED_HOPPER = (partial(packs.differing_on, path, True, 64) for path in ("portable", "hopper"))
 GATHERED, WHOLE_ROWS = partial(of_pages, PAGED, "hopper", 1), partial(of_pages, PAGED, "hopper", 16)
+BOX_PAGES, CUT_PAGE = (  # units of 8 keys come by the copy engine
+    partial(of_pages, replace(PAGED, options={"dense_up_to": 0}, is_causal=is_causal), "hopper", 16)
+    for is_causal in (True, False)
+)
 PACKED_GATHERED, PACKED_WHOLE_ROWS = partial(of_packed_pages, "hopper", 1), partial(of_packed_pages, "hopper", 16)
 COLLECT = partial(collecting_few, partial(of_pages, COLLECTED, "hopper", 8))
 COLLECT_PACKED = partial(collecting_few, partial(of_packed_pages, "hopper", 8))
@@ -170,6 +174,8 @@ LISTS, LISTS_HOPPER, BOX_LISTS = (
     partial(wrong_by_random_lists, LISTED, path, unit)
     for path, unit in (("portable", 64), ("hopper", 4), ("hopper", 64))
 )
+CUT = partial(moved_by_unlisted, "hopper", 128, 64, 100)  # a list that ends within a box
+CUT_SHORT = replace(LISTED, seqlen_k=339)
 SKIPS, SKIPS_HOPPER, BOX_SKIPS = (
     partial(wrong_by_random_lists, LISTED, path, unit, value_skip=-1.0)
     for path, unit in (("portable", 1), ("hopper", 1), ("hopper", 64))
@@ -258,7 +264,13 @@ FAULTS = [
           "sequence.seqlen_k - sequence.seqlen_q + 1) {}", "sequence.seqlen_k - sequence.seqlen_q) {}", PACKED_GATHERED,
           hopper=True),
     Fault("pass1_whole_rows_sm90", "every KV head has the first one's rows",
-          "page * heads.page + kv_head * heads.head", "page * heads.page", WHOLE_ROWS, hopper=True),
+          "of * page + kv_head * head}", "of * page}", WHOLE_ROWS, hopper=True),
+    Fault("pass2_boxes_tail_sm90", "every KV head has the first one's rows",
+          "of * page + kv_head * head}", "of * page}", BOX_PAGES, hopper=True),
+    Fault("pass2_boxes_tail_sm90", "boxes are the first of their page", "{0, row / 8,", "{0, row / 16,", BOX_PAGES,
+          hopper=True),
+    Fault("pass2_boxes_tail_sm90", "what stands behind the last key of a page counts", "is_cut = there > 0 &&",
+          "is_cut = false && there > 0 &&", CUT_PAGE, hopper=True),
     Fault("pass1_packed_whole_rows_sm90", "a sequence's causal limit is a key short",
           "sequence.seqlen_k - sequence.seqlen_q + 1) {}", "sequence.seqlen_k - sequence.seqlen_q) {}",
           PACKED_WHOLE_ROWS, hopper=True),
@@ -299,6 +311,10 @@ FAULTS = [
     Fault("pass2_boxes_listed_sm90", "a unit's keys are its first one",
           "return (entry << unit_shift) + (i & unit_mask);", "return (entry << unit_shift) + 0 * (i & unit_mask);",
           BOX_LISTS, hopper=True),
+    Fault("pass2_boxes_listed_sm90", "values past a list's end come too", "is_cut = there > 0 &&",
+          "is_cut = false && there > 0 &&", CUT, hopper=True),
+    Fault("pass2_boxes_listed_sm90", "a list's last values are one short", "source, row < count);",
+          "source, row < count - 1);", partial(wrong_by_random_lists, CUT_SHORT, "hopper", 64), hopper=True),
     Fault("pass2_boxes_listed_pairs_sm90", "the second head has the queries of the first", "head + nth_head, batch);",
           "head, batch);", BOX_PAIRS, hopper=True),
     Fault("pass2_boxes_listed_pairs_sm90", "the second head's queries stand in the place of the first's",

@@ -415,7 +415,7 @@ FAULTS = [
     ),
     *_faults(
         ("pass2_boxes_sm90", "pass2_boxes_tail_sm90"), BOXES,
-        ("a box of values stands in another's place", "output", "k_row = v_row = now < 0 ? kPastRows : now;",
+        ("a box of values stands in another's place", "output", "k_row = v_row = now < 0 && !kPaged ? kPastRows : now;",
          "k_row = now < 0 ? kPastRows : now, v_row = k_row ^ 8;"),
         ("all warps ask for the first one's boxes", "stop", "threadIdx.x / 32 * kBoxes + ", ""),
         ("queries are those behind them", "stop", "columns * 64, first, head", "columns * 64, first + 1, head"),

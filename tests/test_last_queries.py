@@ -53,6 +53,11 @@ def pointer(launch, name):
     return found[0] if found else None
 
 
+def attention(launch):
+    """Its parameters without tensor maps."""
+    return launch.params["attention"] if "attention" in launch.params.dtype.names else launch.params
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("compute_capability", [80, 86, 90, 120])
 @pytest.mark.parametrize("aligned", [True, False])
@@ -217,7 +222,7 @@ def test_pieces_read_their_own_heads_rows_and_lists():
     last, places = plan.method.last, memory.places
     assert (last.first, last.parts, last.segments_each, last.heads_each) == (1, 9, 1, 4)
     attends = [x for x in steps if x.stage == "last_queries"]
-    assert [x.params["chunk"]["heads"] for x in attends] == [9 * 4] * (3 * 2 * 2)
+    assert [attention(x)["chunk"]["heads"] for x in attends] == [9 * 4] * (3 * 2 * 2)
     i = last.pieces.index((1, 1, 4, 4, 2, 1))
     step, row = attends[i], 2 * 128
     assert pointer(step, "q") == ("q", row * (1000 * 8 + 1000 * 4 + 512))
@@ -226,11 +231,16 @@ def test_pieces_read_their_own_heads_rows_and_lists():
     assert pointer(step, "lists.keys") == ("workspace", places["part_keys"].offset + 4 * 9)
     assert pointer(step, "next_q_tile") == ("workspace", places["part_counters"].offset + 4 * i)
     assert pointer(step, "out") == ("workspace", places["part_out"].offset)
+    q, k, v, *others = step.maps  # those that the copy engine is told of
+    assert (q.base, *q.array) == (*pointer(step, "q"), (9, 4, 256, 128), (0, 1000 * 128, 128))
+    assert (k.base, *k.array) == (*pointer(step, "k"), (9, 1, 9000, 128), (0, 9000 * 128, 128))
+    assert v == k._replace(base="v") and others == [None, None]  # nothing is resumed
     assert pointer(step, "state") is pointer(step, "taus") is pointer(step, "lists.q_order") is None
-    assert float(step.params["tau"]) == 0 and int(step.params["q"]["batch"]) == int(step.params["k"]["batch"]) == 0
-    geometry = step.params["geometry"]
+    assert float(attention(step)["tau"]) == 0
+    assert int(attention(step)["q"]["batch"]) == int(attention(step)["k"]["batch"]) == 0
+    geometry = attention(step)["geometry"]
     assert (geometry["seqlen_q"], geometry["seqlen_k"], geometry["segment"]) == (256, 9000, 256)
-    short = attends[last.pieces.index((1, 1, 4, 4, 3, 1))].params["geometry"]
+    short = attention(attends[last.pieces.index((1, 1, 4, 4, 3, 1))])["geometry"]
     assert short["seqlen_q"] == 1000 - 768
 
 
@@ -253,9 +263,10 @@ def test_pieces_of_a_paged_cache():
     attends = [x for x in steps if x.stage == "last_queries"]
     step = attends[plan.method.last.pieces.index((1, 1, 4, 4, 2, 1))]
     assert pointer(step, "k") == ("k", 2 * 128 * 16)  # KV head 1 of the first page
-    assert pointer(step, "pages") == ("pages", 4 * 600) and int(step.params["pages"]["stride"]) == 0
-    assert int(step.params["k"]["batch"]) == 2 * 16 * 128  # from page to page
-    assert int(step.params["lists"]["table_heads"]) == 9 * 4  # all heads and parts have one row of the table
+    assert step.maps[1].array == (2 * 128 * 16, (1200, 1, 16, 128), (2 * 16 * 128, 16 * 128, 128))
+    assert pointer(step, "pages") == ("pages", 4 * 600) and int(attention(step)["pages"]["stride"]) == 0
+    assert int(attention(step)["k"]["batch"]) == 2 * 16 * 128  # from page to page
+    assert int(attention(step)["lists"]["table_heads"]) == 9 * 4  # all heads and parts have one row of the table
 
 
 @pytest.mark.parametrize("paging", [None, Paging(0, 600, 16, 3000)], ids=["arrays", "pages"])
@@ -269,13 +280,13 @@ def test_many_sequences_take_a_part_at_a_time(paging):
         rows = 11 * 8 * (1000 - 256)
         assert pointer(step, "q") == ("q", 2 * 128 * 256) and pointer(step, "k") == ("k", 0)
         assert pointer(step, "pages") == ("pages", 0)
-        assert int(step.params["pages"]["stride"]) == (600 if paging else 0)
+        assert int(attention(step)["pages"]["stride"]) == (600 if paging else 0)
         assert pointer(step, "out") == ("workspace", places["part_out"].offset + 2 * 128 * part * rows)
         assert pointer(step, "lse") == ("workspace", places["part_lse"].offset + 4 * part * rows)
         assert pointer(step, "lists.begins") == ("workspace", places["part_begins"].offset + 8 * part * 3)
-        lists = step.params["lists"]
+        lists = attention(step)["lists"]
         assert (int(lists["shared_heads"]), int(lists["table_heads"])) == (88, 8)
-        assert int(step.params["q"]["batch"]) == 8 * 1000 * 128
+        assert int(attention(step)["q"]["batch"]) == 8 * 1000 * 128
     assert part == 8
 
 
@@ -288,5 +299,4 @@ def test_blocks_of_every_launch_of_a_pass(path, at_once, heads):
     passes = [x for x in steps if x.stage in ("pass1", "last_queries", "pass2")]
     assert {x.stage for x in passes} == {"pass1", "last_queries", "pass2"}
     for x in passes:
-        params = x.params["attention"] if "attention" in x.params.dtype.names else x.params
-        assert x.blocks == min(params["q_tiles"], at_once)
+        assert x.blocks == min(attention(x)["q_tiles"], at_once)

@@ -95,7 +95,9 @@ def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap,
     of_arrays = kernels_of(other, problem, config)
     for function, kernel in kernels_of(plan, problem, config, paging).items():
         assert kernel.name in ahead
-        name = function.removesuffix("_whole_rows").removesuffix("_gathered").removesuffix("_listed")
+        name = function.replace("_boxes", "")
+        for suffix in ("_whole_rows", "_gathered", "_listed"):
+            name = name.removesuffix(suffix)
         reads_keys = name in READERS or (name == "unit_rows" and plan.method.order.of_keys)
         assert kernel.paged == reads_keys
         assert kernel.paged or kernel == of_arrays[function]
@@ -103,6 +105,20 @@ def test_a_plan_of_a_cache(compute_capability, path, block_m, head_dim, softcap,
     hopper = compute_capability == 90 and path == "auto" and (block_m == 128 or head_dim <= 128)
     of_hopper = "pass1_whole_rows_sm90" if page_size == 16 and head_dim > 64 else "pass1_sm90"
     assert plan.pass1.function == (of_hopper if hopper else "pass1")
+
+
+@pytest.mark.parametrize(
+    ("page_size", "head_dim", "function"),
+    [
+        (1, 128, "pass2_tail"), (4, 128, "pass2_tail"), (8, 128, "pass2_boxes_tail"), (256, 128, "pass2_boxes_tail"),
+        (16, 64, "pass2_tail"), (16, 256, "pass2_boxes"), (16, 96, "pass2_tail"),
+    ],
+)  # fmt: skip
+def test_units_that_the_copy_engine_brings_from_pages(page_size, head_dim, function):
+    """Where a page holds each of their boxes, as from one array."""
+    problem, config = replace(PROBLEM, head_dim=head_dim), S2OConfig(dense_up_to=0)
+    plan = make_plan(problem, config, DeviceLimits.of_architecture(90), True, True, page_size)
+    assert function in kernels_of(plan, problem, config, Paging(0, 5000, page_size, 5000))
 
 
 def test_a_plan_of_unaligned_rows_is_refused():

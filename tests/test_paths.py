@@ -61,26 +61,27 @@ def test_a_path_that_is_named_and_cannot_is_an_error(block_m, head_dim):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "unit", "by_boxes"),
+    ("head_dim", "unit", "page_size", "by_boxes"),
     [
-        (128, 1, False), (128, 4, False), (128, 8, True), (128, 128, True), (64, 8, False), (64, 16, True),
-        (256, 8, True), (96, 64, False), (40, 64, False),
+        (128, 1, 0, False), (128, 4, 0, False), (128, 8, 0, True), (128, 128, 0, True), (64, 8, 0, False),
+        (64, 16, 0, True), (256, 8, 0, True), (96, 64, 0, False), (40, 64, 0, False), (128, 8, 1, False),
+        (128, 8, 4, False), (128, 8, 8, True), (128, 64, 16, True), (64, 16, 8, False), (64, 16, 16, True),
     ],
 )  # fmt: skip
-def test_units_that_the_copy_engine_brings(head_dim, unit, by_boxes):
-    """Boxes of 2 KiB or more, of rows that are not padded, and of arrays: each kernel of pass 2 that has a twin."""
-    inputs = Inputs("bfloat16", padded_head_dim(head_dim))
+def test_units_that_the_copy_engine_brings(head_dim, unit, page_size, by_boxes):
+    """Boxes of 2 KiB or more, of rows that are not padded, each in one page: each kernel of pass 2 that has a twin."""
+    inputs = Inputs("bfloat16", padded_head_dim(head_dim), paged=page_size > 0)
     pass2 = HOPPER.pass2(inputs, LIMITS, 128)
     kernels = [pass2, HOPPER.with_tail(pass2), HOPPER.listed(pass2), HOPPER.listed(pass2, skips_values=True)]
     for kernel in filter(None, kernels):
         twin = kernel.function.replace("pass2_", "pass2_boxes_")
-        found = HOPPER.by_boxes(kernel, unit, head_dim)
-        assert found.function == (twin if by_boxes else kernel.function)
+        found = HOPPER.by_boxes(kernel, unit, head_dim, page_size)
+        spills = page_size > 0 and kernel.role == "pass2_skipping"
+        assert found.function == (twin if by_boxes and not spills else kernel.function)
         assert replace(found, family=kernel.family) == kernel
-        assert HOPPER.by_boxes(replace(kernel, paged=True), unit, head_dim).function == kernel.function
-    assert HOPPER.by_boxes(HOPPER.laddered(pass2), unit, head_dim) == HOPPER.laddered(pass2)
+    assert HOPPER.by_boxes(HOPPER.laddered(pass2), unit, head_dim, page_size) == HOPPER.laddered(pass2)
     portable = PORTABLE.pass2(inputs, LIMITS, 128)
-    assert PORTABLE.by_boxes(portable, unit, head_dim) is portable
+    assert PORTABLE.by_boxes(portable, unit, head_dim, page_size) is portable
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def launched(monkeypatch):
     share ``launched.share`` is read."""
     found = types.SimpleNamespace(share=1.0)
 
-    def launch(call, lists, shape, config, *, stream, state, skips, whole_units=False):
+    def launch(call, lists, shape, config, *, stream, state, skips):
         assert state == 0 and skips == (0, 0)
         operands, lse, visited, problem, paging = call
         dtype = np.dtype(getattr(ml_dtypes, problem.dtype, problem.dtype))

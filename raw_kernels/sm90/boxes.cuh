@@ -1,4 +1,5 @@
-// How the copy engine brings a tile in shared memory by boxes of whole rows, each from a place of its own.
+// How the copy engine brings a tile in shared memory by boxes of whole rows, each from a place of its own: in an array
+// (`box_map` in s2o_cupy/cuda/tensor_maps.py), or in a page of a cache (`page_map`).
 //
 // Rows that threads gather, 16 bytes each, arrive at 32 bytes a cycle and hold up products' reads of shared memory; boxes
 // do neither (docs/notebook/passes.md).
@@ -10,6 +11,29 @@ namespace sm90 {
 
 constexpr int kPastRows = 0x40000000;  // past the rows of any array
 
+// Where a box begins, by the axes of its map that its rows do not fill: of an array a row, a head and a sequence, of a cache
+// 0, eight rows of a page and a head of a page.
+struct BoxAt {
+  int row, outer, outermost;
+};
+
+// Where a head of a page stands along the last axis of a map of whole rows: heads of pages are counted in the largest
+// power of two that divides the strides of both (`Operand.page_step`; the plan sees to it that 31 bits hold them).
+struct HeadsOfPages {
+  int page, head;
+  __device__ __forceinline__ explicit HeadsOfPages(const Tensor<const uint16>& x) {
+    const int shift = __ffsll(x.batch | x.head | 1ll << 30) - 1;
+    page = static_cast<int>(x.batch >> shift);
+    head = static_cast<int>(x.head >> shift);
+  }
+  // The box of a slot's row and those behind it; of -1 one past the end of a page, where there are zeros.
+  __device__ __forceinline__ BoxAt box(const Pages& pages, int slot, int kv_head) const {
+    const int of = slot < 0 ? 0 : slot >> pages.shift;
+    const int row = slot < 0 ? 1 << pages.shift : pages.in_page(slot);
+    return {0, row / 8, of * page + kv_head * head};
+  }
+};
+
 // A lane asks for a box, neighbouring keys of a unit. Each warp asks for a quarter of them: several ask faster than one.
 template <class Traits>
 struct BoxCopies {
@@ -18,12 +42,42 @@ struct BoxCopies {
   static __device__ __forceinline__ int box() { return threadIdx.x / 32 * kBoxes + threadIdx.x % 32 % kBoxes; }
   // The first key of this lane's box.
   static __device__ __forceinline__ int kept_row() { return box() * Traits::kBoxKeys; }
-  // The lane's box comes from position `key` on; past the array's end come zeros.
-  static __device__ __forceinline__ void bring(const uint16* tile, const TensorMap& map, uint64& full, int key,
-                                               int kv_head, int batch) {
+  static __device__ __forceinline__ void ask(const uint16* tile, const TensorMap& map, uint64& full, BoxAt at) {
+    copy_box(shared_address(tile) + box() * kBoxBytes, map, full, 0, at.row, 0, at.outer, at.outermost);
+  }
+  // Past the array's end come zeros.
+  static __device__ __forceinline__ void bring(const uint16* tile, const TensorMap& map, uint64& full, BoxAt at) {
     const int lane = threadIdx.x % 32;
+    __syncwarp();  // one lane arrives for all: none of them may still have votes to read
     if (lane == 0) barrier_expect(full, kBoxes * kBoxBytes);
-    if (lane < kBoxes) copy_box(shared_address(tile) + box() * kBoxBytes, map, full, 0, key, 0, kv_head, batch);
+    if (lane < kBoxes) ask(tile, map, full, at);
+  }
+  // The same of values where the keys to visit end within a box, of which the first `there` count; of boxes behind it none or
+  // fewer. Zeros stand in place of its others, as 0 times a NaN would be one: the warp gathers that box, whose rows lie
+  // `stride` elements apart from rows() on, and waits for it.
+  template <class FirstRow>
+  static __device__ __forceinline__ void bring_cut(const uint16* tile, const TensorMap& map, uint64& full, BoxAt at,
+                                                   int there, const FirstRow& rows, int64 stride) {
+    const int lane = threadIdx.x % 32;
+    const bool is_cut = there > 0 && there < Traits::kBoxKeys;
+    const uint32 cut = __ballot_sync(kFullWarp, lane < kBoxes && is_cut);
+    if (cut != 0) {
+      const int of = __ffs(cut) - 1, first = __shfl_sync(kFullWarp, kept_row(), of);
+      const int count = __shfl_sync(kFullWarp, there, of);
+      const uint64 from = __shfl_sync(kFullWarp, reinterpret_cast<uint64>(rows()), of);
+      constexpr int kChunks = Traits::kHeadDim / 8;  // of a row
+#pragma unroll 1
+      for (int i = lane; i < Traits::kBoxKeys * kChunks; i += 32) {
+        const int row = i / kChunks, chunk = i % kChunks;
+        const uint16* source = reinterpret_cast<const uint16*>(from) + min(row, count - 1) * stride + chunk * 8;
+        cp_async_16_or_zeros(key_chunk<Traits>(shared_address(tile), first + row, chunk), source, row < count);
+      }
+      cp_async_wait_all();
+      fence_for_wgmma();
+      __syncwarp();
+    }
+    if (lane == 0) barrier_expect(full, (kBoxes - (cut != 0)) * kBoxBytes);
+    if (lane < kBoxes && !is_cut) ask(tile, map, full, at);
   }
 };
 

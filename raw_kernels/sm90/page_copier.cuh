@@ -7,21 +7,11 @@
 // takes about as long for a box of 16 rows x 64 columns as for twice as many. Such a map has the axes [heads of pages,
 // rows / 8, columns / 64, 8, 64] (`page_map` in s2o_cupy/cuda/tensor_maps.py).
 #pragma once
+#include "sm90/boxes.cuh"
 #include "sm90/q_tiles.cuh"
 
 namespace s2o {
 namespace sm90 {
-
-// Where a head of a page stands along the last axis of a map of whole rows: heads of pages are counted in the largest
-// power of two that divides the strides of both (`Operand.page_step`; the plan sees to it that 31 bits hold them).
-struct HeadsOfPages {
-  int page, head;
-  __device__ __forceinline__ explicit HeadsOfPages(const Tensor<const uint16>& x) {
-    const int shift = __ffsll(x.batch | x.head | 1ll << 30) - 1;
-    page = static_cast<int>(x.batch >> shift);
-    head = static_cast<int>(x.head >> shift);
-  }
-};
 
 template <class Traits, class Params>
 __device__ __forceinline__ void produce_by_page_maps(const Mapped<Params>& params, typename Traits::Shared& shared) {
@@ -38,12 +28,13 @@ __device__ __forceinline__ void produce_by_page_maps(const Mapped<Params>& param
     if (lane == 0) barrier_expect(full, kTileBytes);
     __syncwarp();
     if (!copies) return;
-    const int page = slot < 0 ? 0 : slot >> pages.shift;
-    const int begin = slot < 0 ? page_size : pages.in_page(slot);  // past the end of a page there are zeros
     if constexpr (kWholeRows) {
-      copy_box(shared_address(tile) + lane * box / 8 * Traits::kRowsStride, map, full, 0, 0, 0, begin / 8,
-               page * heads.page + kv_head * heads.head);
+      const BoxAt at = heads.box(pages, slot, kv_head);
+      copy_box(shared_address(tile) + lane * box / 8 * Traits::kRowsStride, map, full, 0, at.row, 0, at.outer,
+               at.outermost);
     } else {
+      const int page = slot < 0 ? 0 : slot >> pages.shift;
+      const int begin = slot < 0 ? page_size : pages.in_page(slot);  // past the end of a page there are zeros
 #pragma unroll
       for (int column = 0; column < Traits::kHeadDim; column += 64)
         copy_box(shared_address(tile) + column / 64 * Traits::kKeyAtom + lane * box * 128, map, full, column, begin,

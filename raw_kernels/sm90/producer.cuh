@@ -46,6 +46,8 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
   constexpr int kStages = Traits::kStages, kBlockN = Traits::kBlockN, kTilesPerStopCheck = Traits::kTilesPerStopCheck;
   constexpr int kQueryPlaces = Traits::kQueryPlaces, kBlockM = Traits::kBlockM;
   constexpr bool kPaged = Traits::kPaged;
+  // By boxes: whether keys may end within one, in which others stand that are not to be visited.
+  constexpr bool kMayCut = kByBoxes && (Rows::kListed || kPaged);
   // Of a ladder there are few q tiles, and the longest come first: whoever takes two at a time has the longest twice.
   constexpr bool kTakesLate = kWalksLadder<Traits>;
   const Geometry& g = params.geometry;
@@ -132,6 +134,12 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
       ahead = unit(tile + 1);
     };
     if constexpr (kPaged) look_up_page(0);
+    // Where the box of `x` begins whose first row is this one: a slot, or a position.
+    const auto box_at = [&](auto x, int row) {
+      if constexpr (!kPaged) return BoxAt{row, kv_head, batch};
+      asm volatile("" : "+l"(x.batch), "+l"(x.head));  // registers do not suffice to keep what follows from these
+      return HeadsOfPages(x).box(pages, row, kv_head);
+    };
     const bool whole_rows = g.head_dim == Traits::kHeadDim;
     const auto full = [&](int tile) { return whole_rows && (tile + 1) * kBlockN <= count; };
     int tile = 0;
@@ -148,7 +156,7 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
       if (tile < tiles) {
         const int now = kPaged ? pages.slot_in(page, paged_key) : key(ahead, tile);
         if constexpr (kByBoxes) {
-          k_row = v_row = now < 0 ? kPastRows : now;
+          k_row = v_row = now < 0 && !kPaged ? kPastRows : now;
         } else {
           k_row = k_units(now);
           v_row = value_units(now);
@@ -157,7 +165,7 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
         if (!kPaged && tile + 1 < tiles) ahead = unit(tile + 1);
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
         if constexpr (kByBoxes) {
-          BoxCopies<Traits>::bring(shared.k[k_ring.slot], maps.k, shared.k_full[k_ring.slot], k_row, kv_head, batch);
+          BoxCopies<Traits>::bring(shared.k[k_ring.slot], maps.k, shared.k_full[k_ring.slot], box_at(params.k, k_row));
         } else {
           layout.gather_keys(shared_address(shared.k[k_ring.slot]), k, k_row, full(tile));
           barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
@@ -184,7 +192,7 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
           if (Traits::kBringsOutputs && Rows::resumes(params)) {
             barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
             BoxCopies<Traits>::bring(shared.v[v_ring.slot], maps.out, shared.v_full[v_ring.slot],
-                                     first + Rows::of_head(key_row), head + key_row / kRows, batch);
+                                     {first + Rows::of_head(key_row), head + key_row / kRows, batch});
             v_ring.advance();
           }
         } else {
@@ -198,7 +206,19 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
       } else {
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
         if constexpr (kByBoxes) {
-          BoxCopies<Traits>::bring(shared.v[v_ring.slot], maps.v, shared.v_full[v_ring.slot], v_before, kv_head, batch);
+          const BoxAt at = box_at(params.v, v_before);
+          if (kMayCut && tile * kBlockN > count && count % Traits::kBoxKeys != 0) {
+            auto values = params.v;
+            asm volatile("" : "+l"(values.row), "+l"(values.head), "+l"(values.batch));  // registers do not suffice
+            const auto rows_of_box = [&] {
+              const int64 before = kPaged ? pages.offset(values, v_before) : v_before * values.row;
+              return head_rows<kPaged>(values, batch, kv_head) + before;
+            };
+            BoxCopies<Traits>::bring_cut(shared.v[v_ring.slot], maps.v, shared.v_full[v_ring.slot], at,
+                                         count - (tile - 1) * kBlockN - key_row, rows_of_box, values.row);
+          } else {
+            BoxCopies<Traits>::bring(shared.v[v_ring.slot], maps.v, shared.v_full[v_ring.slot], at);
+          }
         } else {
           layout.gather_keys(shared_address(shared.v[v_ring.slot]), v, v_before, full(tile - 1));
           barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
@@ -221,8 +241,8 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
         if constexpr (kByBoxes) {
           const int r = BoxCopies<Traits>::kept_row();
           BoxCopies<Traits>::bring(shared.v[v_ring.slot], maps.covariances, shared.v_full[v_ring.slot],
-                                   r < Traits::kHeadDim ? static_cast<int>(moments) * Traits::kHeadDim + r : kPastRows,
-                                   0, 0);
+                                   {r < Traits::kHeadDim ? static_cast<int>(moments) * Traits::kHeadDim + r : kPastRows,
+                                    0, 0});
         } else {
           layout.gather_keys(
               shared_address(shared.v[v_ring.slot]),

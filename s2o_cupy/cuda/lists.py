@@ -21,7 +21,7 @@ from ..spec import Pass
 from .pipeline import Memory, allocate, device_limits
 from .program import Program
 from .tables import on_device
-from .tensor_maps import maps_of_pass2
+from .tensor_maps import encoded
 
 __all__ = ["ListPointers", "SkipPointers", "attend_lists"]
 
@@ -51,7 +51,7 @@ NO_SKIPS = SkipPointers()
 
 def attend_lists(
     call: Call, lists: ListPointers, shape: ScheduleShape, of_pass: Pass, *, stream: int, state: int = 0,
-    skips: SkipPointers = NO_SKIPS, memory: Memory = allocate, whole_units: bool = False,
+    skips: SkipPointers = NO_SKIPS, memory: Memory = allocate,
 ) -> LaunchPlan:  # fmt: skip
     """Each q tile attends to the keys of its list, all of which all of its rows see.
 
@@ -68,9 +68,6 @@ def attend_lists(
     state : int
         float32 [batch, heads, seqlen_q, 2], (m in log2 units, l) of the rows that ``shape`` says are resumed; else 0.
     skips : SkipPointers
-    whole_units : bool
-        Every list ends with the last key of a unit or of the sequence, which nobody checks. On Hopper the copy engine
-        may then bring keys; of a list that ends before, it would bring keys that the list does not name.
 
     Nothing waits for the GPU. Returns what was launched.
 
@@ -84,8 +81,7 @@ def attend_lists(
         given = "given" if state else "missing"
         raise ValueError(f"attend_lists: state is {given} and resumed is {shape.resumed}; accepted: both or neither")
     layout = Layout.of(call.operands, call.paging)
-    gathers = bool(lists.q_order) or not whole_units
-    prepared = _prepare(call.problem, of_pass, shape, runtime.getDevice(), layout, gathers)
+    prepared = _prepare(call.problem, of_pass, shape, runtime.getDevice(), layout, bool(lists.q_order))
     if not call.problem.empty:
         prepared.run(call, lists, stream, state, skips, memory)
     return prepared.plan
@@ -95,17 +91,17 @@ class _ListedPass:
     """A prepared launch, in whose parameters a call fills in its addresses."""
 
     def __init__(
-        self, problem: Problem, of_pass: Pass, shape: ScheduleShape, device: int, layout: Layout, gathers: bool
+        self, problem: Problem, of_pass: Pass, shape: ScheduleShape, device: int, layout: Layout, q_ordered: bool
     ) -> None:
         operands = layout.operands(problem)
         plan = make_plan(
             problem, of_pass, device_limits(device), layout.is_aligned(operands), layout.is_compact(operands),
             layout.page_size,
         )  # fmt: skip
-        self.plan, kernel = listed_plan(plan, shape, problem, operands["q"].reaches_next_head(), gathers)
+        self.plan, kernel = listed_plan(plan, shape, problem, operands["q"].reaches_next_head(), q_ordered)
         launch = listed_launch(self.plan, kernel, problem, operands, layout.paging, shape.more_params(problem))
         self.program = Program([launch], device)
-        self.mapped: tuple[int, ...] | None = () if kernel.family.params.map_bytes else None  # what tensor maps are of
+        self.mapped: dict[str, int] = {}  # the addresses that tensor maps have
         self.visited_bytes = 4 * int(np.prod(shape.visited_shape(problem, of_pass.block_m)))
         self.limits = None if shape.value_skip is None else on_device(shape.value_limits(problem), device)
 
@@ -124,14 +120,14 @@ class _ListedPass:
             runtime.memsetAsync(skipped, 0, self.visited_bytes, stream)
         p = self.program.params[0]
         with self.program.lock:
-            if self.mapped is not None:
+            pointers = dict(zip(("q", "k", "v", "out"), (x.pointer for x in operands), strict=True))
+            if maps := self.program.launches[0].maps:
                 p = p["attention"]
-                if self.mapped != (pointers := tuple(x.pointer for x in operands)):
-                    maps = maps_of_pass2(operands, self.program.launches[0].kernel)
-                    self.program.map_words(0)[:] = np.frombuffer(maps, np.uint64)
+                if self.mapped != pointers:
+                    self.program.map_words(0)[:] = encoded(maps, pointers)
                     self.mapped = pointers
-            for name, x in zip(("q", "k", "v", "out"), operands, strict=True):
-                p[name]["data"] = x.pointer
+            for name, pointer in pointers.items():
+                p[name]["data"] = pointer
             for name, address in lists._asdict().items():
                 p["lists"][name] = address
             p["pages"]["table"] = 0 if paging is None else paging.pointer

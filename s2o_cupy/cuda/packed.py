@@ -10,13 +10,13 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from cupy.cuda import runtime
 
 from ..arrays.operand import Layout, Operand, Operands, Paging
 from ..caches import remembered
 from ..plan.launch_plan import check_fp8_keys, packed_pass1
 from ..plan.launches import ALIGNMENT, packed_launch
+from ..plan.maps import maps_of_pass1
 from ..plan.packed_table import PackedTable
 from ..problem import Problem
 from ..selection.methods import make_plan
@@ -24,7 +24,7 @@ from ..spec import S2OConfig
 from .packed_pages import PageCollector
 from .pipeline import Memory, allocate, device_limits
 from .program import Program
-from .tensor_maps import maps_of_pass1
+from .tensor_maps import encoded
 
 __all__ = ["PackedPass", "fits", "prepare"]
 
@@ -132,7 +132,9 @@ class PackedPass:
         self.attention["geometry"]["seqlen_q"] = operands[0].shape[2]
         self.attention["geometry"]["seqlen_k"] = operands[1].shape[2]  # of pages nobody reads it
         if len(self.maps):
-            self.maps[:] = np.frombuffer(maps_of_pass1(operands[:3], self.plan), np.uint64)
+            named = dict(zip("qkv", operands, strict=False))
+            maps = maps_of_pass1(self.plan, {name: (name, x._replace(pointer=0)) for name, x in named.items()})
+            self.maps[:] = encoded(maps, {name: x.pointer for name, x in named.items()})
         self.pointed = (*operands, lse, page_table)
 
 

@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cupy
-import numpy as np
 from cupy.cuda import runtime
 
-from ..arrays.operand import Addresses, Call, Layout, Operands, in_c_order
+from ..arrays.operand import Addresses, Call, Layout, Operands
 from ..caches import remembered
 from ..plan.device import DeviceLimits
 from ..plan.every_tile import every_tile
@@ -26,7 +25,7 @@ from ..spec import Pass, S2OConfig
 from . import compiler
 from .graphs import GRAPH_LAUNCHES, LAUNCHED
 from .program import Program, make_context_current
-from .tensor_maps import maps_of_pass1, maps_of_pass2
+from .tensor_maps import encoded
 
 __all__ = [
     "Call", "Launched", "Memory", "Prepared", "allocate", "prepared", "run", "run_in_turn", "run_pass1",
@@ -197,13 +196,10 @@ class Prepared:
         self.own: list[tuple[str, str]] = [(name, name) for name in ("taus", "lse", "visited") if name in places]
         if layout.is_fp8:
             self.own += zip(("k", "v"), COLLECTED, strict=True)
-        # Launches of the passes on Hopper that take tensor maps, the arrays that these are of, and their addresses.
-        mapped = [i for i, x in enumerate(steps) if x.kernel.family.params.map_bytes]
-        self.mapped = {stage: [i for i in mapped if steps[i].stage == stage] for stage in ("pass1", "pass2")}
-        collected = self.plan.collect_pages is not None
-        k, v = (self.workspace.operand(x, 0) for x in COLLECTED) if collected else (operands["k"], operands["v"])
-        self.map_operands = operands["q"], k, v, operands["out"]
-        self.map_pointers: dict[str, tuple[int, ...]] = {}
+        # Launches that take tensor maps, and what addresses these hang on.
+        self.mapped = [(i, {x.base for x in step.maps if x}) for i, step in enumerate(steps) if step.maps]
+        assert [i for i, _ in self.mapped] == [i for i, x in enumerate(steps) if x.kernel.family.params.map_bytes]
+        self.map_addresses: dict[str, int] = {}
         self.replays = len(steps) > GRAPH_LAUNCHES
         self._pointed: tuple[Any, ...] = ()  # the addresses that parameters and maps have
 
@@ -261,30 +257,18 @@ class Prepared:
         own = {name: address + places[place].offset for name, place in self.own if not getattr(at, name)}
         bases = at._replace(**own) if own else at
         self.program.point_to((*bases, address))
-        k, v = bases.k, bases.v
-        if self.plan.collect_pages is not None:
-            k, v = (address + places[name].offset for name in COLLECTED)
-        self._write_maps("pass1", (bases.q, k, v), address)
-        self._write_maps("pass2", (bases.q, k, v, bases.out), address)
+        if self.mapped:
+            self._write_maps({**bases._asdict(), "workspace": address})
         self._pointed = at, address
 
-    def _write_maps(self, stage: str, pointers: tuple[int, ...], address: int) -> None:
-        """Those of a stage's launches. ``pointers``: of q, k, v and out as far as it has maps of them;
-        ``address``: of the workspace."""
-        launches = self.mapped[stage]
-        place = self.workspace.places.get("covariances") if stage == "pass2" else None
-        known = pointers if place is None else (*pointers, address)
-        if not launches or self.map_pointers.get(stage) == known:
-            return
-        arrays = [x._replace(pointer=to) for x, to in zip(self.map_operands, pointers, strict=False)]
-        if stage == "pass1":
-            maps = maps_of_pass1(arrays, self.plan)
-        else:
-            rows = None if place is None else in_c_order(address + place.offset, (1, 1, *_as_rows(place.shape)))
-            maps = maps_of_pass2(arrays, self.program.launches[launches[0]].kernel, rows)
-        for i in launches:
-            self.program.map_words(i)[:] = np.frombuffer(maps, np.uint64)
-        self.map_pointers[stage] = known
+    def _write_maps(self, addresses: dict[str, int]) -> None:
+        """Those of arrays that have moved."""
+        before, self.map_addresses = self.map_addresses, {}  # until all is written
+        moved = {name for name, x in addresses.items() if before.get(name) != x}
+        for i, bases in self.mapped:
+            if bases & moved:
+                self.program.map_words(i)[:] = encoded(self.program.launches[i].maps, addresses)
+        self.map_addresses = addresses
 
     def _run_observed(self, address: int, keeper: Any, stream: int, observe: Observer) -> None:
         # The device, as a call that needs no memory has no address that tells it.
@@ -298,10 +282,6 @@ class Prepared:
             self.program.launch(i, stream)
             arrays: dict[str, Any] = {"plan": self.plan, "chunk": step.chunk}
             observe(step.stage, _Views(arrays, view, self.workspace.places))
-
-
-def _as_rows(shape: tuple[int, ...]) -> tuple[int, int]:
-    return math.prod(shape[:-1]), shape[-1]
 
 
 _prepare = remembered(Prepared)  # packed sequences have many lengths

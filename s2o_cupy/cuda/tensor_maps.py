@@ -8,16 +8,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from ..arrays.operand import Operand
 from ..caches import remembered
-from ..plan.kernels import BOX_COLUMNS, Kernel, box_keys
-from ..plan.launch_plan import LaunchPlan
+from ..plan.kernels import BOX_COLUMNS
+from ..plan.maps import COLUMNS, PAGES, ROWS, Maps
 from ..spec import S2OError
 
-__all__ = ["box_map", "maps_of_pass1", "maps_of_pass2", "page_map", "tensor_map"]
+__all__ = ["box_map", "encoded", "page_map", "tensor_map"]
 
 MAP_BYTES = 128
 
@@ -74,8 +76,8 @@ def page_map(
 
 
 @remembered
-def box_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
-    """The map of a [batch, heads, seqlen, head_dim] array in boxes of `box_keys` whole rows, of 64, 128 or 256
+def box_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], box_rows: int) -> bytes:
+    """The map of a [batch, heads, seqlen, head_dim] array in boxes of ``box_rows`` whole rows, of 64, 128 or 256
     columns.
 
     Its axes are [batch, heads, head_dim / 64, seqlen, 64], so that a row of the box is its 64 columns. Else as of
@@ -84,29 +86,21 @@ def box_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> b
     batch, heads, seqlen, head_dim = shape
     columns = head_dim // BOX_COLUMNS
     axes = [
-        (BOX_COLUMNS, 1, BOX_COLUMNS), (seqlen, strides[2], box_keys(head_dim)), (columns, BOX_COLUMNS, columns),
+        (BOX_COLUMNS, 1, BOX_COLUMNS), (seqlen, strides[2], box_rows), (columns, BOX_COLUMNS, columns),
         (heads, strides[1], 1), (batch, strides[0], 1),
     ]  # fmt: skip
     return _map(pointer, axes, shape, strides)
 
 
-def maps_of_pass2(operands: Sequence[Operand], kernel: Kernel, covariances: Operand | None = None) -> bytes:
-    """Of q, k, v, out and the tail's covariances, as a pass 2 that is given maps reads them (MappedUnits of
-    raw_kernels/sm90/shared.cuh)."""
-    q, *rows = operands
-    maps = [tensor_map(q.pointer, q.shape, q.strides, kernel.block_m // kernel.tile_heads)]
-    maps += [box_map(x.pointer, x.shape, x.strides) for x in rows]
-    return b"".join(maps) + (bytes(MAP_BYTES) if covariances is None else box_map(*covariances))
-
-
-def maps_of_pass1(operands: Sequence[Operand], plan: LaunchPlan) -> bytes:
-    """Of q, k and v, as the plan's pass 1 reads them."""
-    of_keys = page_map if plan.maps_whole_rows else tensor_map
-    encoders = (tensor_map, of_keys, of_keys)
-    return b"".join(
-        encode(x.pointer, x.shape, x.strides, box)
-        for encode, x, box in zip(encoders, operands, plan.map_boxes, strict=True)
-    )
+def encoded(maps: Maps, addresses: Mapping[str, int]) -> Any:
+    """A launch's maps, uint64, for `Program.map_words`. ``addresses``: of their bases."""
+    encoders = {COLUMNS: tensor_map, ROWS: box_map, PAGES: page_map}
+    found = [
+        bytes(MAP_BYTES) if x is None
+        else encoders[x.kind](addresses[x.base] + x.array.pointer, *x.array[1:], x.box_rows)
+        for x in maps
+    ]  # fmt: skip
+    return np.frombuffer(b"".join(found), np.uint64)
 
 
 def _map(

@@ -100,6 +100,7 @@ class Launch:
     params: Params
     pointers: Pointers
     chunk: Chunk | None = None
+    maps: tuple[Any, ...] = ()  # ArrayMap or None (maps.py), with which its parameters begin
 
 
 def added_to_addresses(numbers: Sequence[int]) -> Any:
@@ -132,7 +133,7 @@ class Builder:
         self, problem: Problem, geometry: Geometry, operands: Mapping[str, Operand], memory: Workspace,
         paging: Paging | None = None,
     ) -> None:  # fmt: skip
-        self.problem, self.memory = problem, memory
+        self.problem, self.operands, self.memory = problem, operands, memory
         self.tensors = {
             name: dict(zip(("batch", "head", "row"), x.strides, strict=True)) for name, x in operands.items()
         }

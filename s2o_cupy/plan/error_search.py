@@ -21,7 +21,8 @@ from . import head_taus
 from .build import Array, Builder, InTurns, Launch, Workspace, lay_out
 from .kernels import Family, Inputs, Kernel
 from .launch_plan import LaunchPlan
-from .launches import attention_launch
+from .launches import attention_launch, pass1_launch
+from .maps import arrays_of
 from .rounds import Chunk, Grid
 
 __all__ = ["Sampled", "kernels", "launches", "sampled", "searched", "workspace"]
@@ -107,7 +108,7 @@ def launches(
     errors = [max(head_taus.as_float32(x), TINY) for x in config.errors(problem.heads)]
     found = head_taus.written(errors, 1, memory, {"taus": "errors"})  # a graph holds them
     found.append(_choose(build, plan, sample, 0))
-    found.append(attention_launch(build, "pass1", plan.pass1, plan.of_pass, plan.pass1_grid))
+    found.append(pass1_launch(build, plan, arrays_of(plan, operands, memory)))
     found += _sizes(build, plan)
     if plan.chunks:
         found += plan.method.before_rounds(build)

@@ -214,9 +214,9 @@ class Path:
         """What does the same at tau 0 for two query heads at a time that share lists; None: it has nothing faster."""
         return None
 
-    def by_boxes(self, pass2: Kernel, unit: int, head_dim: int) -> Kernel:
+    def by_boxes(self, pass2: Kernel, unit: int, head_dim: int, page_size: int = 0) -> Kernel:
         """What has the copy engine bring units of keys, of q tiles whose rows are neighbours, if there is such a
-        kernel."""
+        kernel. ``page_size``: as of `map_boxes`."""
         return pass2
 
     def with_tail(self, pass2: Kernel) -> Kernel | None:

@@ -16,12 +16,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..arrays.operand import ENTRY_BYTES, ITEM_BYTES
+from ..arrays.operand import ENTRY_BYTES, ITEM_BYTES, Operand
 from ..problem import Problem
 from ..spec import Geometry
 from .build import Array, Builder, Launch, geometry_of
 from .kernels import Family, Inputs, Kernel
 from .launches import attention_launch
+from .maps import Arrays, maps_of_pass2
 from .method import Setting
 from .rounds import Chunk, Grid, near_heads
 from .schedule import ScheduleShape
@@ -118,6 +119,10 @@ class LastQueries:
         ]  # fmt: skip
         self.launches_each = self.parts if self.by_part else 1
         self.tiles = geometry.block_count(setting.config.block_m)
+        # Neighbouring keys that an entry of a list stands for: parts begin with one, and where there are keys behind
+        # the dense ones these begin with one of the geometry's.
+        self.unit = PART_GRAIN if problem.is_causal else geometry.unit
+        self.units = -(-geometry.seqlen_k // self.unit)
 
     @property
     def largest_grid(self) -> int:
@@ -131,7 +136,7 @@ class LastQueries:
             ("part_out", (rows, width), "uint16"),  # [parts, sequences, heads, rows] of a piece
             ("part_lse", (rows,), "float32"),
             ("part_visited", (self.largest_grid,), "int32"),  # nobody reads it
-            ("part_entries", (self.setting.geometry.seqlen_k,), "int32"),
+            ("part_entries", (self.units,), "int32"),
             ("part_begins", (lists,), "int64"),
             ("part_keys", (lists,), "int32"),
             ("part_counters", (self._attends,), "int32"),
@@ -143,9 +148,10 @@ class LastQueries:
         values = {
             "geometry": build.geometry, "first_segment": self.first, "segments": self.segments,
             "segments_each": self.segments_each, "parts": self.parts, "launches": self._attends,
+            "units": self.units, "unit_shift": self.unit.bit_length() - 1,
             "most_parts": most_parts(s.problem.all_heads),
         }  # fmt: skip
-        threads = max(s.geometry.seqlen_k, lists, self._attends)
+        threads = max(self.units, lists, self._attends)
         found = [build.launch("part_lists", PART_LISTS, -(-threads // PART_LISTS.threads), values)]
         counters = itertools.count(step=4)  # bytes
         for piece in self.pieces:
@@ -175,16 +181,20 @@ class LastQueries:
             is_causal=False,
         )  # fmt: skip
         heads = batch * piece.heads
-        lists = ScheduleShape(1, segment=segment, table_heads=piece.heads if self.by_part else heads).params(problem)
+        table_heads = piece.heads if self.by_part else heads
+        lists = ScheduleShape(1, self.unit, segment=segment, table_heads=table_heads).params(problem)
         if self.by_part:
             lists["shared_heads"] = heads
         chunk = Chunk(0, heads, 0, piece.segments, self.group, near_heads(problem, heads), 0, 0)
+        page_size = 1 << build.pages["shift"] if s.inputs.paged else 0
         kernel = s.path.listed(s.path.pass2(s.inputs, s.limits, s.config.block_m))
+        kernel = s.path.by_boxes(kernel, self.unit, problem.head_dim, page_size)
+        of_parts, further = self._of_parts(build, piece, problem), self._further(build, piece, part)
         return attention_launch(
-            self._of_parts(build, piece, problem), "last_queries", kernel, s.config.of_pass,
+            of_parts, "last_queries", kernel, s.config.of_pass,
             Grid(chunk, self.tiles, s.path.blocks(kernel, chunk.rows * self.tiles, s.limits)),
-            {"next_q_tile": counter, **self._further(build, piece, part)}, OF_PARTS, tau=0.0, tau_falls=0.0,
-            lists=lists,
+            {"next_q_tile": counter, **further}, OF_PARTS,
+            maps_of_pass2(kernel, self._arrays(of_parts, further)), tau=0.0, tau_falls=0.0, lists=lists,
         )  # fmt: skip
 
     def _of_parts(self, build: Builder, piece: Piece, problem: Problem) -> Builder:
@@ -202,6 +212,17 @@ class LastQueries:
             found.pages = {**build.pages, "stride": 0}
             for name in "q" if s.inputs.paged else "qkv":  # a cache's is from page to page
                 found.tensors[name] = {**build.tensors[name], "batch": 0}
+        return found
+
+    def _arrays(self, of_parts: Builder, further: dict[str, int]) -> Arrays:
+        """What the copy engine is told of q, k and v, whose strides a piece's parts have."""
+        p, found = of_parts.problem, {}
+        for name, heads in (("q", p.heads), ("k", p.kv_heads), ("v", p.kv_heads)):
+            sequences, rows = p.batch, p.seqlen_q if name == "q" else p.seqlen_k
+            if name != "q" and self.setting.inputs.paged:
+                sequences, _, rows, _ = of_parts.operands[name].shape  # pages
+            batch, head, row = of_parts.tensors[name].values()
+            found[name] = name, Operand(further[name], (sequences, heads, rows, p.head_dim), (batch, head, row))
         return found
 
     def _further(self, build: Builder, piece: Piece, part: int) -> dict[str, int]:

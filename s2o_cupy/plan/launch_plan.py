@@ -41,6 +41,7 @@ class LaunchPlan:
     path_reason: str | None  # why path="auto" did not take a faster path that the GPU has
     limits: DeviceLimits
     inputs: Inputs
+    page_size: int  # of a paged cache that k and v are, or 0
     collect_pages: Kernel | None  # before all others, which then read arrays in the workspace
     pass1: Kernel
     pass2: Kernel
@@ -222,6 +223,7 @@ def make_plan(
         path_reason=reason,
         limits=limits,
         inputs=inputs,
+        page_size=page_size,
         collect_pages=collect,
         pass1=path.pass1(replace(inputs, paged=paged and not collects), limits, bool(boxes), whole_rows),
         pass2=path.pass2(inputs, limits, of_pass.block_m),

@@ -6,6 +6,7 @@ No array and no GPU: addresses are filled in at each call (cuda/pipeline.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..arrays.operand import ITEM_BYTES, Operand, Paging
@@ -15,12 +16,13 @@ from . import head_taus
 from .build import ALIGNMENT, BASES, NOTHING, Array, Builder, InTurns, Launch, Place, Workspace, lay_out
 from .kernels import Kernel
 from .launch_plan import COLLECT_CHUNK, COLLECT_CHUNKS, LaunchPlan, collected_chunks
+from .maps import Arrays, Maps, arrays_of, maps_of_pass1, maps_of_pass2
 from .paths import SMALLEST_SCALE
 from .rounds import Grid
 
 __all__ = [
     "ALIGNMENT", "BASES", "Launch", "Place", "Workspace", "attention_launch", "launches", "listed_launch",
-    "packed_collect_launch", "packed_launch", "workspace",
+    "packed_collect_launch", "packed_launch", "pass1_launch", "workspace",
 ]  # fmt: skip
 
 NO_WORKSPACE = Workspace({}, 0, 0)
@@ -56,20 +58,29 @@ def launches(
     """All launches of a call in order; for the arguments see `Builder`. ``adds_tail``: False leaves out what unvisited
     candidates count for, and decides all else alike."""
     build = Builder(problem, plan.geometry, operands, memory, paging)
+    arrays = arrays_of(plan, operands, memory)
     found = [_collect_pages(build, plan.collect_pages, paging)] if plan.collect_pages else []
-    found.append(attention_launch(build, "pass1", plan.pass1, plan.of_pass, plan.pass1_grid))
+    found.append(pass1_launch(build, plan, arrays))
     if plan.method.visits:
         found += [*head_taus.launches(build, problem, config), *plan.method.before_rounds(build)]
         pass2, more = plan.method.pass2(plan.pass2) if adds_tail else (plan.pass2, {})
         if plan.tiles == 1:  # of a segment, whose queries stand as they lie
-            pass2 = plan.runs_on.by_boxes(pass2, plan.geometry.unit, problem.head_dim)
+            pass2 = plan.runs_on.by_boxes(pass2, plan.geometry.unit, problem.head_dim, plan.page_size)
+        maps = maps_of_pass2(pass2, arrays, memory.places.get("covariances"))
         for i, chunk in enumerate(plan.chunks):
             found += plan.method.before_pass2(build, chunk)
             further = {"next_q_tile": 4 * (1 + i)}
-            found.append(attention_launch(build, "pass2", pass2, plan.of_pass, plan.grid(chunk), further, **more))
+            found.append(
+                attention_launch(build, "pass2", pass2, plan.of_pass, plan.grid(chunk), further, maps=maps, **more)
+            )
             if adds_tail:
                 found += plan.method.after_pass2(build, chunk)
     return tuple(found)
+
+
+def pass1_launch(build: Builder, plan: LaunchPlan, arrays: Arrays) -> Launch:
+    maps = maps_of_pass1(plan, arrays)
+    return attention_launch(build, "pass1", plan.pass1, plan.of_pass, plan.pass1_grid, maps=maps)
 
 
 def packed_launch(
@@ -87,7 +98,8 @@ def listed_launch(
     """Pass 2 by lists of keys, all in one launch; addresses are for the caller to fill in. ``more``: what the
     kernel is given besides AttentionParams."""
     build = Builder(problem, plan.geometry, operands, NO_WORKSPACE, paging)
-    return attention_launch(build, "pass2", kernel, plan.of_pass, plan.grid(plan.whole, kernel), **more)
+    maps = maps_of_pass2(kernel, arrays_of(plan, operands, NO_WORKSPACE))
+    return attention_launch(build, "pass2", kernel, plan.of_pass, plan.grid(plan.whole, kernel), maps=maps, **more)
 
 
 def packed_collect_launch(
@@ -100,7 +112,7 @@ def packed_collect_launch(
 
 def attention_launch(
     build: Builder, stage: str, kernel: Kernel, of_pass: Pass, grid: Grid, further: Mapping[str, int] = NOTHING,
-    read: Mapping[str, str] = NOTHING, **more: Any,
+    read: Mapping[str, str] = NOTHING, maps: Maps = (), **more: Any,
 ) -> Launch:  # fmt: skip
     """A launch of a pass. ``further``, ``read``: as of `Builder.launch`. ``more``: further parameters."""
     p = build.problem
@@ -121,7 +133,7 @@ def attention_launch(
         "pages": build.pages,
         **more,
     }
-    return build.launch(stage, kernel, grid.blocks, values, grid.chunk, further, read)
+    return replace(build.launch(stage, kernel, grid.blocks, values, grid.chunk, further, read), maps=maps)
 
 
 def _collect_pages(build: Builder, kernel: Kernel, paging: Paging | None, **more: int) -> Launch:

@@ -236,10 +236,12 @@ class _Hopper(Path):
     def packed(self, pass1: Kernel) -> Kernel:
         return replace(pass1, family=_PACKED_SM90[pass1.family])
 
-    def by_boxes(self, pass2: Kernel, unit: int, head_dim: int) -> Kernel:
-        """Of arrays: gathering units of keys from them takes a seventh longer (docs/notebook/passes.md)."""
-        if pass2.paged or head_dim != pass2.head_dim or unit % box_keys(head_dim) != 0:
+    def by_boxes(self, pass2: Kernel, unit: int, head_dim: int, page_size: int = 0) -> Kernel:
+        """Gathering units of keys takes a seventh longer (docs/notebook/passes.md)."""
+        if head_dim != pass2.head_dim or (page_size | unit) % box_keys(head_dim) != 0:
             return pass2
+        if pass2.paged and pass2.family is PASS2_SKIPPING_SM90:
+            return pass2  # whose registers do not suffice
         return replace(pass2, family=_BOXES_SM90.get(pass2.family, pass2.family))
 
     def with_tail(self, pass2: Kernel) -> Kernel | None:
@@ -283,7 +285,7 @@ class _Hopper(Path):
                 seconds.append(self.listed(pass2, skips_values=True))
             for kernel in filter(None, seconds):
                 yield kernel
-                if (by_boxes := self.by_boxes(kernel, HOPPER_BLOCK, inputs.head_dim)) != kernel:
+                if (by_boxes := self.by_boxes(kernel, HOPPER_BLOCK, kernel.head_dim)) != kernel:
                     yield by_boxes
 
     @staticmethod

@@ -135,7 +135,7 @@ def listed_plan(
     if plan.of_pass.tau == 0 and heads_near and shape.pairs_heads(problem):
         kernel = plan.runs_on.paired(kernel) or kernel
     if not q_ordered:
-        kernel = plan.runs_on.by_boxes(kernel, shape.unit, problem.head_dim)
+        kernel = plan.runs_on.by_boxes(kernel, shape.unit, problem.head_dim, plan.page_size)
     return replace(plan, geometry=geometry, dense=False, tiles=tiles, whole=whole, chunks=(whole,)), kernel
 
 

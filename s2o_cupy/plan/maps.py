@@ -1,0 +1,60 @@
+"""Which arrays a launch on Hopper knows by tensor maps, and in which boxes the copy engine brings their rows.
+
+Pure: cuda/tensor_maps.py makes the maps once addresses are known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ..arrays.operand import Operand, in_c_order
+from .build import Place, Workspace
+from .kernels import Kernel, box_keys
+from .launch_plan import LaunchPlan
+
+__all__ = ["ArrayMap", "Arrays", "arrays_of", "maps_of_pass1", "maps_of_pass2"]
+
+
+class ArrayMap(NamedTuple):
+    """An array of 16-bit elements in boxes of so many rows."""
+
+    base: str  # what its address starts from, of BASES
+    array: Operand  # pointer: bytes from there
+    kind: str  # COLUMNS: a box has 64 columns of its rows. ROWS: all. PAGES: all, and the array is a paged cache
+    box_rows: int
+
+
+COLUMNS, ROWS, PAGES = "columns", "rows", "pages"
+Arrays = Mapping[str, tuple[str, Operand]]  # q, k, v and perhaps out: base, and operand with its bytes from there
+Maps = tuple[ArrayMap | None, ...]  # in the order in which a kernel's parameters have them; None: one that is not read
+
+
+def arrays_of(plan: LaunchPlan, operands: Mapping[str, Operand], memory: Workspace) -> Arrays:
+    """As the passes read them: keys and values that are collected lie in the workspace."""
+    found = {name: (name, x) for name, x in operands.items()}
+    if plan.collect_pages is not None:
+        found |= {name: ("workspace", memory.operand(place, 0)) for name, place in (("k", "keys"), ("v", "values"))}
+    return found
+
+
+def maps_of_pass1(plan: LaunchPlan, arrays: Arrays) -> Maps:
+    """Of q, k and v, if it has any (Mapped of raw_kernels/sm90/shared.cuh)."""
+    of_keys = PAGES if plan.maps_whole_rows else COLUMNS
+    kinds = zip("qkv", (COLUMNS, of_keys, of_keys), plan.map_boxes, strict=False)
+    return tuple(ArrayMap(*arrays[name], kind, rows) for name, kind, rows in kinds)
+
+
+def maps_of_pass2(kernel: Kernel, arrays: Arrays, covariances: Place | None = None) -> Maps:
+    """Of q, k, v, out and the tail's covariances, if it has any (MappedUnits of raw_kernels/sm90/shared.cuh)."""
+    if not kernel.family.params.map_bytes:
+        return ()
+    rows, of_keys = box_keys(kernel.head_dim), PAGES if kernel.paged else ROWS
+    q = ArrayMap(*arrays["q"], COLUMNS, kernel.block_m // kernel.tile_heads)
+    k, v = (ArrayMap(*arrays[name], of_keys, rows) for name in "kv")
+    out = ArrayMap(*arrays["out"], ROWS, rows) if "out" in arrays else None
+    if covariances is None:
+        return q, k, v, out, None
+    shape = (1, 1, math.prod(covariances.shape[:-1]), covariances.shape[-1])
+    return q, k, v, out, ArrayMap("workspace", in_c_order(covariances.offset, shape), ROWS, rows)
