@@ -96,6 +96,7 @@ def test_a_turn_is_passed_to_products_that_are_ready(name, folder):
     "pass2_boxes_listed_sm90-bfloat16-d128-s2", "pass2_boxes_listed_sm90-bfloat16-d128-m64-s2",
     "pass2_boxes_listed_pairs_sm90-bfloat16-d128-s2",
     "pass2_boxes_skipping_sm90-bfloat16-d128-s2", "pass2_boxes_skipping_sm90-bfloat16-d128-m64-s2",
+    "pass2_boxes_tail_sm90-bfloat16-d128-s2-paged", "pass2_boxes_listed_sm90-float16-d128-m64-s2-paged",
 ])  # fmt: skip
 def test_outputs_have_been_read_before_their_place_is_released(name, folder):
     """Each register that pass 1's outputs are loaded to is used before a consumer arrives for them, which it does after

@@ -71,12 +71,15 @@ def test_a_path_that_is_named_and_cannot_is_an_error(block_m, head_dim):
 def test_units_that_the_copy_engine_brings(head_dim, unit, page_size, by_boxes):
     """Boxes of 2 KiB or more, of rows that are not padded, each in one page: each kernel of pass 2 that has a twin."""
     inputs = Inputs("bfloat16", padded_head_dim(head_dim), paged=page_size > 0)
-    pass2 = HOPPER.pass2(inputs, LIMITS, 128)
-    kernels = [pass2, HOPPER.with_tail(pass2), HOPPER.listed(pass2), HOPPER.listed(pass2, skips_values=True)]
+    pass2, tiles = HOPPER.pass2(inputs, LIMITS, 128), HOPPER.block_ms_of(head_dim)
+    kernels = [pass2, HOPPER.with_tail(pass2)]
+    for of_lists in (HOPPER.pass2(inputs, LIMITS, block_m) for block_m in tiles):
+        kernels += [HOPPER.listed(of_lists), HOPPER.listed(of_lists, skips_values=True)]
+        kernels.append(HOPPER.paired(kernels[-2]))
     for kernel in filter(None, kernels):
         twin = kernel.function.replace("pass2_", "pass2_boxes_")
         found = HOPPER.by_boxes(kernel, unit, head_dim, page_size)
-        spills = page_size > 0 and kernel.role == "pass2_skipping"
+        spills = page_size > 0 and kernel.role == "pass2_skipping" and kernel.block_m == 128
         assert found.function == (twin if by_boxes and not spills else kernel.function)
         assert replace(found, family=kernel.family) == kernel
     assert HOPPER.by_boxes(HOPPER.laddered(pass2), unit, head_dim, page_size) == HOPPER.laddered(pass2)
