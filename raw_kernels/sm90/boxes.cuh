@@ -11,8 +11,8 @@ namespace sm90 {
 
 constexpr int kPastRows = 0x40000000;  // past the rows of any array
 
-// Where a box begins, by the axes of its map that its rows do not fill: of an array a row, a head and a sequence, of a cache
-// 0, eight rows of a page and a head of a page.
+// Where a box begins in its map. In an array these are its first row, its head and its sequence. In a cache they are 0, which
+// eight rows of a page, and which head of a page (HeadsOfPages).
 struct BoxAt {
   int row, outer, outermost;
 };
@@ -26,7 +26,7 @@ struct HeadsOfPages {
     page = static_cast<int>(x.batch >> shift);
     head = static_cast<int>(x.head >> shift);
   }
-  // The box of a slot's row and those behind it; of -1 one past the end of a page, where there are zeros.
+  // Where the box begins whose first row is this slot. Slot -1 gives one past the end of a page, which brings zeros.
   __device__ __forceinline__ BoxAt box(const Pages& pages, int slot, int kv_head) const {
     const int of = slot < 0 ? 0 : slot >> pages.shift;
     const int row = slot < 0 ? 1 << pages.shift : pages.in_page(slot);
@@ -45,16 +45,16 @@ struct BoxCopies {
   static __device__ __forceinline__ void ask(const uint16* tile, const TensorMap& map, uint64& full, BoxAt at) {
     copy_box(shared_address(tile) + box() * kBoxBytes, map, full, 0, at.row, 0, at.outer, at.outermost);
   }
-  // Past the array's end come zeros.
+  // Has the copy engine bring the tile. Past the array's end come zeros.
   static __device__ __forceinline__ void bring(const uint16* tile, const TensorMap& map, uint64& full, BoxAt at) {
     const int lane = threadIdx.x % 32;
     __syncwarp();  // one lane arrives for all: none of them may still have votes to read
     if (lane == 0) barrier_expect(full, kBoxes * kBoxBytes);
     if (lane < kBoxes) ask(tile, map, full, at);
   }
-  // The same of values where the keys to visit end within a box, of which the first `there` count; of boxes behind it none or
-  // fewer. Zeros stand in place of its others, as 0 times a NaN would be one: the warp gathers that box, whose rows lie
-  // `stride` elements apart from rows() on, and waits for it.
+  // Brings a tile of values likewise where the list may end within a box: `there` keys are left of it from this lane's box on,
+  // 0 or less if it has ended before. The box in which it ends must have zeros for its other values, as their weights are 0,
+  // and 0 times a NaN is one. So its warp gathers that box, whose rows lie `stride` elements apart from rows() on, and waits.
   template <class FirstRow>
   static __device__ __forceinline__ void bring_cut(const uint16* tile, const TensorMap& map, uint64& full, BoxAt at,
                                                    int there, const FirstRow& rows, int64 stride) {

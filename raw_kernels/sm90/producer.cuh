@@ -46,7 +46,7 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
   constexpr int kStages = Traits::kStages, kBlockN = Traits::kBlockN, kTilesPerStopCheck = Traits::kTilesPerStopCheck;
   constexpr int kQueryPlaces = Traits::kQueryPlaces, kBlockM = Traits::kBlockM;
   constexpr bool kPaged = Traits::kPaged;
-  // By boxes: whether keys may end within one, in which others stand that are not to be visited.
+  // Whether the list of keys may end within a box, whose other keys then must not count.
   constexpr bool kMayCut = kByBoxes && (Rows::kListed || kPaged);
   // Of a ladder there are few q tiles, and the longest come first: whoever takes two at a time has the longest twice.
   constexpr bool kTakesLate = kWalksLadder<Traits>;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
       ahead = unit(tile + 1);
     };
     if constexpr (kPaged) look_up_page(0);
-    // Where the box of `x` begins whose first row is this one: a slot, or a position.
+    // Where the box of `x` begins whose first row is `row`: a slot of a paged cache, or a position.
     const auto box_at = [&](auto x, int row) {
       if constexpr (!kPaged) return BoxAt{row, kv_head, batch};
       asm volatile("" : "+l"(x.batch), "+l"(x.head));  // registers do not suffice to keep what follows from these
@@ -209,7 +209,7 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
           const BoxAt at = box_at(params.v, v_before);
           if (kMayCut && tile * kBlockN > count && count % Traits::kBoxKeys != 0) {
             auto values = params.v;
-            asm volatile("" : "+l"(values.row), "+l"(values.head), "+l"(values.batch));  // registers do not suffice
+            asm volatile("" : "+l"(values.row), "+l"(values.head), "+l"(values.batch));  // registers do not suffice to keep them
             const auto rows_of_box = [&] {
               const int64 before = kPaged ? pages.offset(values, v_before) : v_before * values.row;
               return head_rows<kPaged>(values, batch, kv_head) + before;

@@ -101,7 +101,7 @@ class _ListedPass:
         self.plan, kernel = listed_plan(plan, shape, problem, operands["q"].reaches_next_head(), q_ordered)
         launch = listed_launch(self.plan, kernel, problem, operands, layout.paging, shape.more_params(problem))
         self.program = Program([launch], device)
-        self.mapped: dict[str, int] = {}  # the addresses that tensor maps have
+        self.mapped: dict[str, int] = {}  # the addresses that its tensor maps were made with
         self.visited_bytes = 4 * int(np.prod(shape.visited_shape(problem, of_pass.block_m)))
         self.limits = None if shape.value_skip is None else on_device(shape.value_limits(problem), device)
 

@@ -196,7 +196,7 @@ class Prepared:
         self.own: list[tuple[str, str]] = [(name, name) for name in ("taus", "lse", "visited") if name in places]
         if layout.is_fp8:
             self.own += zip(("k", "v"), COLLECTED, strict=True)
-        # Launches that take tensor maps, and what addresses these hang on.
+        # The launches that take tensor maps, and the bases of the arrays that these are of.
         self.mapped = [(i, {x.base for x in step.maps if x}) for i, step in enumerate(steps) if step.maps]
         assert [i for i, _ in self.mapped] == [i for i, x in enumerate(steps) if x.kernel.family.params.map_bytes]
         self.map_addresses: dict[str, int] = {}
@@ -262,7 +262,7 @@ class Prepared:
         self._pointed = at, address
 
     def _write_maps(self, addresses: dict[str, int]) -> None:
-        """Those of arrays that have moved."""
+        """Write the tensor maps of arrays that have moved. ``addresses``: by base."""
         before, self.map_addresses = self.map_addresses, {}  # until all is written
         moved = {name for name, x in addresses.items() if before.get(name) != x}
         for i, bases in self.mapped:

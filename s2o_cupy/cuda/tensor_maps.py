@@ -93,7 +93,7 @@ def box_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], box_
 
 
 def encoded(maps: Maps, addresses: Mapping[str, int]) -> Any:
-    """A launch's maps, uint64, for `Program.map_words`. ``addresses``: of their bases."""
+    """A launch's maps as uint64 words, for `Program.map_words`. ``addresses``: by base."""
     encoders = {COLUMNS: tensor_map, ROWS: box_map, PAGES: page_map}
     found = [
         bytes(MAP_BYTES) if x is None

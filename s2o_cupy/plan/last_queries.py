@@ -119,8 +119,8 @@ class LastQueries:
         ]  # fmt: skip
         self.launches_each = self.parts if self.by_part else 1
         self.tiles = geometry.block_count(setting.config.block_m)
-        # Neighbouring keys that an entry of a list stands for: parts begin with one, and where there are keys behind
-        # the dense ones these begin with one of the geometry's.
+        # Neighbouring keys that an entry of a list stands for. Each part begins with a whole unit: parts are cut at
+        # multiples of PART_GRAIN, but keys behind the dense ones, which a causal call has not, at the geometry's units.
         self.unit = PART_GRAIN if problem.is_causal else geometry.unit
         self.units = -(-geometry.seqlen_k // self.unit)
 
@@ -215,7 +215,7 @@ class LastQueries:
         return found
 
     def _arrays(self, of_parts: Builder, further: dict[str, int]) -> Arrays:
-        """What the copy engine is told of q, k and v, whose strides a piece's parts have."""
+        """Where a launch of a piece's parts reads q, k and v, with the shapes and strides of those parts."""
         p, found = of_parts.problem, {}
         for name, heads in (("q", p.heads), ("k", p.kv_heads), ("v", p.kv_heads)):
             sequences, rows = p.batch, p.seqlen_q if name == "q" else p.seqlen_k

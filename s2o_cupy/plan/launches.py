@@ -79,6 +79,7 @@ def launches(
 
 
 def pass1_launch(build: Builder, plan: LaunchPlan, arrays: Arrays) -> Launch:
+    """Pass 1 of a plan. ``arrays``: where it reads q, k and v."""
     maps = maps_of_pass1(plan, arrays)
     return attention_launch(build, "pass1", plan.pass1, plan.of_pass, plan.pass1_grid, maps=maps)
 
@@ -114,7 +115,8 @@ def attention_launch(
     build: Builder, stage: str, kernel: Kernel, of_pass: Pass, grid: Grid, further: Mapping[str, int] = NOTHING,
     read: Mapping[str, str] = NOTHING, maps: Maps = (), **more: Any,
 ) -> Launch:  # fmt: skip
-    """A launch of a pass. ``further``, ``read``: as of `Builder.launch`. ``more``: further parameters."""
+    """A launch of a pass. ``further``, ``read``: as of `Builder.launch`. ``maps``: those that the kernel takes, if any.
+    ``more``: further parameters."""
     p = build.problem
     values: dict[str, Any] = {
         **build.tensors,

@@ -18,21 +18,23 @@ __all__ = ["ArrayMap", "Arrays", "arrays_of", "maps_of_pass1", "maps_of_pass2"]
 
 
 class ArrayMap(NamedTuple):
-    """An array of 16-bit elements in boxes of so many rows."""
+    """What a tensor map is made of: an array of 16-bit elements, and the boxes that the copy engine brings of it."""
 
     base: str  # what its address starts from, of BASES
     array: Operand  # pointer: bytes from there
-    kind: str  # COLUMNS: a box has 64 columns of its rows. ROWS: all. PAGES: all, and the array is a paged cache
-    box_rows: int
+    kind: str  # COLUMNS: a box has 64 columns of its rows. ROWS: it has all. PAGES: all, and the array is a paged cache
+    box_rows: int  # how many rows a box has
 
 
 COLUMNS, ROWS, PAGES = "columns", "rows", "pages"
-Arrays = Mapping[str, tuple[str, Operand]]  # q, k, v and perhaps out: base, and operand with its bytes from there
-Maps = tuple[ArrayMap | None, ...]  # in the order in which a kernel's parameters have them; None: one that is not read
+# q, k, v and perhaps out by name: the base, and the operand, whose pointer is its bytes from there.
+Arrays = Mapping[str, tuple[str, Operand]]
+# A launch's maps, in the order in which its parameters have them. The kernel does not read one that is None.
+Maps = tuple[ArrayMap | None, ...]
 
 
 def arrays_of(plan: LaunchPlan, operands: Mapping[str, Operand], memory: Workspace) -> Arrays:
-    """As the passes read them: keys and values that are collected lie in the workspace."""
+    """Where the passes read a call's arrays. Keys and values that are collected from pages lie in the workspace."""
     found = {name: (name, x) for name, x in operands.items()}
     if plan.collect_pages is not None:
         found |= {name: ("workspace", memory.operand(place, 0)) for name, place in (("k", "keys"), ("v", "values"))}
@@ -40,14 +42,16 @@ def arrays_of(plan: LaunchPlan, operands: Mapping[str, Operand], memory: Workspa
 
 
 def maps_of_pass1(plan: LaunchPlan, arrays: Arrays) -> Maps:
-    """Of q, k and v, if it has any (Mapped of raw_kernels/sm90/shared.cuh)."""
+    """The maps of q, k and v with which a pass 1 begins (Mapped in raw_kernels/sm90/shared.cuh); none where it has no
+    `map_boxes`."""
     of_keys = PAGES if plan.maps_whole_rows else COLUMNS
     kinds = zip("qkv", (COLUMNS, of_keys, of_keys), plan.map_boxes, strict=False)
     return tuple(ArrayMap(*arrays[name], kind, rows) for name, kind, rows in kinds)
 
 
 def maps_of_pass2(kernel: Kernel, arrays: Arrays, covariances: Place | None = None) -> Maps:
-    """Of q, k, v, out and the tail's covariances, if it has any (MappedUnits of raw_kernels/sm90/shared.cuh)."""
+    """The maps of q, k, v, out and the tail's covariances with which a pass 2 begins (MappedUnits in
+    raw_kernels/sm90/shared.cuh); none where it gathers. Without out in ``arrays`` nothing is resumed."""
     if not kernel.family.params.map_bytes:
         return ()
     rows, of_keys = box_keys(kernel.head_dim), PAGES if kernel.paged else ROWS
