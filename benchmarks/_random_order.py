@@ -37,6 +37,8 @@ class RandomOrders:
 
                 self.drawn[chunk] = cupy.from_dlpack(self.draw(chunk))
             k_order[: chunk.elements] = self.drawn[chunk]
+            if "least_keys" in arrays:  # of the order that was found
+                arrays["least_keys"][...] = 0
 
     def draw(self, chunk: Any) -> Any:
         """int32 [chunk.elements], causal: in each row a permutation of its segment's units, then 0."""

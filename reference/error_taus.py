@@ -107,7 +107,7 @@ class _Piece:
         self.state = pass1(self.q, self.k, self.v, self.geometry, scale, softcap)
         self.orders = (
             query_order(self.q, self.k, self.geometry, config.block_m),
-            key_order(self.q, self.k, self.geometry, config, scale, finish(self.state)[1]),
+            key_order(self.q, self.k, self.geometry, self.config, scale, finish(self.state)[1]),
         )  # fmt: skip
         self.dense = dense_attention(
             self.q, self.k, self.v, scale=scale, softcap=softcap, is_causal=whole.is_causal

@@ -3,6 +3,7 @@
     pooled_queries -> key_scores -> log_weights -> order_keys        Algorithm 1 (ii)
     pooled_queries, unit_keys -> unit_weights -> order_keys         the same with rank="weight"
     unit_clusters, query_norms -> query_weights -> order_keys       the same with rank="query"
+    least_keys                                                       of that order, which q tiles do not stop before
     query_order                                                      Algorithm 1 (i)
 
 Shapes are those of `reference.s2o`. U is the number of whole units of keys, W of those among a segment's candidates.
@@ -17,10 +18,12 @@ import numpy as np
 
 from ..spec import (
     BLOCK_UNITS,
+    LEAST_PART,
     LN2,
     LOG2E,
     MAX_SEGMENT,
     MOST_EXCESS,
+    ORDER_HEAD,
     OUTLIER_SHIFT,
     SAMPLED_KEYS,
     SAMPLED_OF_BLOCK,
@@ -35,7 +38,9 @@ __all__ = [
     "candidate_positions",
     "key_order",
     "key_scores",
+    "KeyOrder",
     "leading_bits",
+    "least_keys",
     "ordered_units",
     "outlier_distances",
     "pooled_queries",
@@ -251,16 +256,23 @@ def block_keys(means: Array) -> Array:
     return means[:, :, :whole].reshape(batch, kv_heads, -1, BLOCK_UNITS, head_dim).mean(axis=3)
 
 
-def deviations(k: Array, blocks: Array, geometry: Geometry) -> Array:
-    """Half of what SAMPLED_OF_BLOCK keys of each of :func:`block_keys`' blocks, evenly apart, differ from the block's
-    mean key by: [B, Hkv, SAMPLED_OF_BLOCK * blocks, D]. float16 may not hold the whole difference."""
+class Sampled(NamedTuple):
+    """SAMPLED_OF_BLOCK keys of each of :func:`block_keys`' blocks, evenly apart: S of all."""
+
+    keys: Array  # [B, Hkv, S, D]
+    deviations: Array  # [B, Hkv, S, D] half of them less the block's mean: float16 may not hold all of it
+
+
+def sampled_keys(k: Array, blocks: Array, geometry: Geometry) -> Sampled:
+    """Of the ``blocks`` [B, Hkv, blocks, D] of all whole units."""
     apart = BLOCK_UNITS // SAMPLED_OF_BLOCK  # units; the first key of the one in the middle
     units = np.arange(blocks.shape[2] * SAMPLED_OF_BLOCK) * apart + apart // 2
-    return (k[:, :, units * geometry.unit] - blocks.repeat(SAMPLED_OF_BLOCK, axis=2)) / 2
+    keys = k[:, :, units * geometry.unit]
+    return Sampled(keys, (keys - blocks.repeat(SAMPLED_OF_BLOCK, axis=2)) / 2)
 
 
-def sampled(n: int, geometry: Geometry) -> Array:
-    """Which of :func:`deviations` tell how scores of segment ``n`` vary: those of the blocks before it, without
+def telling(n: int, geometry: Geometry) -> Array:
+    """Which of the :class:`Sampled` tell how scores of segment ``n`` vary: those of the blocks before it, without
     causality of all. Where these are more than SAMPLED_KEYS, blocks evenly apart give one each, the next block its next
     one: keys may repeat with a period."""
     blocks = len(whole_blocks(n, geometry)[0]) if geometry.is_causal else geometry.units // BLOCK_UNITS
@@ -272,7 +284,7 @@ def sampled(n: int, geometry: Geometry) -> Array:
 
 def excess(scores: Array) -> Array:
     """log2 of the factor by which blocks count more than their mean keys say, [..., 1]. ``scores`` [..., samples] are a
-    query's of :func:`deviations`, in log2 units. It is half of what single keys add if scores are normal, and no more
+    query's of deviations, in log2 units. It is half of what single keys add if scores are normal, and no more
     than MOST_EXCESS: where a norm overstates a query's mass, what the query looks for comes last."""
     if scores.shape[-1] == 0:
         return np.zeros((*scores.shape[:-1], 1), scores.dtype)
@@ -281,17 +293,19 @@ def excess(scores: Array) -> Array:
 
 @quiet
 def query_norms(
-    q: Array, means: Array, blocks: Array, deviations: Array, own: Array, geometry: Geometry, scale: float,
+    q: Array, means: Array, blocks: Array, sampled: Sampled, own: Array, geometry: Geometry, scale: float,
     centre: Array | None = None,
 ) -> Array:  # fmt: skip
     """log2 of each query's softmax mass, in units of one unit of keys.
 
-    ``means`` [B, Hkv, U, D] are :func:`unit_clusters`', ``blocks`` :func:`block_keys` of them, ``deviations``
-    [B, Hkv, S, D] those of that name, and ``own`` [B, H, Lq] the natural log of what pass 1 has found (its lse).
-    Beside it count the segment's candidates: each whole block of BLOCK_UNITS units as many times as it has units by its
-    mean key, and units in no such block by their own, all with the query's :func:`excess`. Means hide a key that a
-    query looks for, so that its norm comes out too small and that key's weight too large: it comes first. A norm that
-    is not finite is 0. ``centre`` [B, Hkv, D]: that of keys less it.
+    ``means`` [B, Hkv, U, D] are :func:`unit_clusters`', ``blocks`` :func:`block_keys` of them, ``sampled``
+    :func:`sampled_keys`, and ``own`` [B, H, Lq] the natural log of what pass 1 has found (its lse). Beside it count the
+    segment's candidates: each whole block of BLOCK_UNITS units as many times as it has units by its mean key, and units
+    in no such block by their own, all with the query's :func:`excess`. Means hide a key that a query looks for, so that
+    its norm comes out too small and that key's weight too large: it comes first. Where scores spread far, norms come
+    out too small by so much that all of a query's keys would come before what other queries look for: so none is less
+    than what a single one of the sampled keys of those blocks weighs. A norm that is not finite is 0. ``centre``
+    [B, Hkv, D]: that of keys less it.
 
     Returns [B, H, Lq]; of segments without a candidate 0.
     """
@@ -303,8 +317,12 @@ def query_norms(
         if len(which) + len(units) == 0:
             continue
         rows = q[:, :, first:end].reshape(batch, kv_heads, heads // kv_heads, end - first, head_dim)
-        keys = [blocks[:, :, which], means[:, :, units], deviations[:, :, sampled(n, geometry)]]
-        *parts, scores = (rows @ x[:, :, None].swapaxes(-1, -2) * (scale * LOG2E) for x in keys)
+        single = (which[:, None] * SAMPLED_OF_BLOCK + np.arange(SAMPLED_OF_BLOCK)).reshape(-1)
+        keys = [
+            blocks[:, :, which], means[:, :, units],
+            sampled.deviations[:, :, telling(n, geometry)], sampled.keys[:, :, single],
+        ]  # fmt: skip
+        *parts, scores, of_single = (rows @ x[:, :, None].swapaxes(-1, -2) * (scale * LOG2E) for x in keys)
         parts[0] = parts[0] + math.log2(BLOCK_UNITS)
         parts = [x + excess(scores) for x in parts]
         found = own[:, :, first:end].reshape(rows.shape[:-1])[..., None] * LOG2E - math.log2(geometry.unit)
@@ -312,6 +330,9 @@ def query_norms(
         top = x.max(axis=-1, keepdims=True, initial=-np.inf)
         top = np.where(np.isneginf(top), 0, top)
         norm = (top + np.log2(np.exp2(x - top).sum(axis=-1, keepdims=True)))[..., 0]
+        # A key that is not a number makes its block's mean none.
+        largest = np.fmax.reduce(of_single, axis=-1, initial=-np.inf)
+        norm = np.maximum(norm, largest - math.log2(geometry.unit))
         if centre is not None:
             norm = norm - (rows @ centre[:, :, None, :, None])[..., 0] * (scale * LOG2E)
         norms[:, :, first:end] = np.where(np.isfinite(norm), norm, 0).reshape(batch, heads, end - first)
@@ -349,34 +370,73 @@ def ordered_units(scores: Array, n: int, geometry: Geometry, config: S2OConfig) 
     return np.broadcast_to(units, scores.shape) if n >= config.dense_from(geometry) else units[order_keys(scores)]
 
 
+def least_keys(scores: Array, geometry: Geometry, config: S2OConfig) -> Array:
+    """Keys that q tiles of a segment visit before they may stop: of the units whose float16 scores [B, H, W] are at
+    least the log2 of LEAST_PART of their head's tau, or not a number, among the first ORDER_HEAD of the order. Nothing
+    of it falls with the number of keys. Without ``config.has_least_keys`` none.
+
+    Source: not in the paper.
+
+    Returns int32 [B, H].
+    """
+    if not config.has_least_keys:
+        return np.zeros(scores.shape[:2], np.int32)
+    scores = np.asarray(scores).astype(np.float16)
+    if scores.shape[-1] > ORDER_HEAD:
+        scores = np.take_along_axis(scores, order_keys(scores)[..., :ORDER_HEAD], axis=-1)
+    with np.errstate(over="ignore", divide="ignore"):
+        taus = np.array(config.taus(scores.shape[1], candidates=0)).astype(np.float32)
+        weight = taus * np.float32(LEAST_PART)
+        least = np.log2(np.where(weight < np.finfo(np.float32).tiny, 0, weight))  # [H]; to GPUs so little is 0
+    heavy = ~(scores.astype(np.float32) < least[:, None])
+    return (heavy.sum(axis=-1) * geometry.unit).astype(np.int32)
+
+
+class KeyOrder(NamedTuple):
+    """Of each of N segments."""
+
+    keys: list[Array]  # int32 [B, H, C] absolute positions of its candidates, most important first
+    least: list[Array] | None = None  # int32 [B, H]: of `least_keys`; None: none
+
+
 @quiet
 def key_order(
     q: Array, k: Array, geometry: Geometry, config: S2OConfig, scale: float, own: Array | None = None
-) -> list[Array]:
+) -> KeyOrder:
     """Candidates of each segment, most important first (Algorithm 1, lines 15-20).
 
-    ``own`` [B, H, Lq], the lse that pass 1 has found, is what ``rank="query"`` needs.
-
-    Returns N arrays int32 [B, H, C] of absolute key positions.
+    ``own`` [B, H, Lq], the lse that pass 1 has found, is what ``rank="query"`` needs. With an error, whose taus have
+    not been found, no key is among the least.
     """
+    scores = [x.astype(np.float16) for x in segment_scores(q, k, geometry, config, scale, own)]
+    return KeyOrder(
+        [unit_positions(ordered_units(x, n, geometry, config), n, geometry) for n, x in enumerate(scores)],
+        None if config.error is not None else [least_keys(x, geometry, config) for x in scores],
+    )
+
+
+@quiet
+def segment_scores(
+    q: Array, k: Array, geometry: Geometry, config: S2OConfig, scale: float, own: Array | None = None
+) -> list[Array]:
+    """What the units of each segment are ordered by: N arrays [B, H, W], for the arguments see :func:`key_order`."""
     if config.rank == "query":
         if own is None:
             raise ValueError("key_order: own is None; accepted with rank='query': the lse of pass 1, [B, H, Lq]")
         of_units = unit_clusters(k, geometry, config.groups)
         blocks = block_keys(of_units.means)
-        norms = query_norms(q, of_units.means, blocks, deviations(k, blocks, geometry), own, geometry, scale)
+        norms = query_norms(q, of_units.means, blocks, sampled_keys(k, blocks, geometry), own, geometry, scale)
     else:
         pooled, counts = pooled_queries(q, geometry, config)
         keys = unit_keys(k, geometry) if config.rank == "weight" else k
-    orders = []
+    found = []
     for n in range(geometry.segments):
         if config.rank == "query":
-            scores = query_weights(q, norms, of_units.keys, of_units.shares, n, geometry, scale).astype(np.float16)
+            found.append(query_weights(q, norms, of_units.keys, of_units.shares, n, geometry, scale))
         elif config.rank == "weight":
-            scores = unit_weights(pooled, counts, keys, n, geometry, scale).astype(np.float16)
+            found.append(unit_weights(pooled, counts, keys, n, geometry, scale))
         elif config.rank in OF_KEYS:
-            scores = log_weights(OF_KEYS[config.rank](pooled, counts, keys, n, geometry), scale)
+            found.append(log_weights(OF_KEYS[config.rank](pooled, counts, keys, n, geometry), scale))
         else:
             raise ValueError(f"key_order: rank is {config.rank!r}, which has no scores here")
-        orders.append(unit_positions(ordered_units(scores, n, geometry, config), n, geometry))
-    return orders
+    return found

@@ -15,7 +15,7 @@ queries of a full one, R the pooled queries, C the candidates of a segment, T th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,10 +23,12 @@ import numpy as np
 from ..spec import Geometry, S2OConfig
 from .dense import Array, capped, check_shapes, compute_dtype, quiet, visible_keys, weighted_sum
 from .ordering import (
+    KeyOrder,
     candidate_positions,
     key_order,
     key_scores,
     leading_bits,
+    least_keys,
     ordered_units,
     pooled_queries,
     query_order,
@@ -38,6 +40,7 @@ from .ordering import (
 from .tail import Moments, add_tail, key_moments
 
 __all__ = [
+    "KeyOrder",
     "Result",
     "State",
     "candidate_positions",
@@ -45,6 +48,7 @@ __all__ = [
     "key_order",
     "key_scores",
     "leading_bits",
+    "least_keys",
     "ordered_units",
     "pass1",
     "pass2",
@@ -77,7 +81,7 @@ class Result(NamedTuple):
     lse: Array  # [B, H, Lq] compute dtype, natural log
     visited: Array  # int32 [B, H, N, T] key tiles that each query tile visited
     q_order: Array  # int32 [B, H, N, S] offsets inside the segment, -1 past its end
-    k_order: list[Array]  # N times int32 [B, H, C] absolute key positions
+    k_order: KeyOrder  # absolute key positions, and how many of them no q tile stops before
     state1: State  # after pass 1
 
 
@@ -126,12 +130,14 @@ def pass1(q: Array, k: Array, v: Array, geometry: Geometry, scale: float, softca
 
 def visit(
     rows: Array, start: tuple[Array, Array, Array], keys: Array, k: Array, v: Array, scale: float, softcap: float,
-    *, block_n: int, tau: float, stop_lag: int, visited: int | None, step: Callable[..., Any] = update,
+    *, block_n: int, tau: float, stop_lag: int, visited: int | None, least: int = 0,
+    step: Callable[..., Any] = update,
 ) -> tuple[Array, Array, Array, int]:  # fmt: skip
     """A q tile's ``rows`` [M, D] in the state ``start`` (m [M], mass [M], acc [M, D]) see ``keys`` [C], positions in k
     and v [Lk, D], block_n at a time, until a key tile adds too little (:func:`pass2`) or ``visited`` are done.
 
-    ``step`` is what a key tile does. Returns the state and the number of key tiles visited.
+    ``least``: keys that are visited in any case. ``step`` is what a key tile does. Returns the state and the number of
+    key tiles visited.
     """
     m, mass, acc = start
     tiles = -(-len(keys) // block_n)
@@ -142,7 +148,7 @@ def visit(
         s = capped(rows @ k[at].T * scale, softcap)  # [M, K]
         m, mass, acc, t, l0 = step(m, mass, acc, s, v[at])
         j += 1
-        if deciding and (t < tau * l0).all():
+        if deciding and j * block_n >= least and (t < tau * l0).all():
             deciding, end = False, min(j + stop_lag, tiles)
     return m, mass, acc, j
 
@@ -154,7 +160,7 @@ def pass2(
     v: Array,
     state: State,
     q_order: Array,
-    k_order: Sequence[Array],
+    k_order: KeyOrder,
     geometry: Geometry,
     config: S2OConfig,
     scale: float,
@@ -169,7 +175,8 @@ def pass2(
 
     A q tile is ``block_m`` consecutive entries of q_order. It visits ``block_n`` entries of k_order at a
     time. The first key tile that adds t < tau * l0 to *every* row ends the visit, together with
-    ``stop_lag`` more: it is kept, as it has been computed (the paper's line 13 drops it). A row whose l0
+    ``stop_lag`` more: it is kept, as it has been computed (the paper's line 13 drops it); but for tiles before the
+    order's least keys have been visited (:func:`reference.ordering.least_keys`). A row whose l0
     is 0 or NaN keeps its tile going; tau = 0 never stops, and neither do segments of ``config.dense_last``. Heads may
     have a tau each. Every row of a segment sees all its candidates, so nothing is masked and no row touches another
     except through the common stop. What it leaves unvisited counts for what ``config.tail`` says
@@ -204,12 +211,13 @@ def pass2(
             offsets = q_order[b, h, n, tile * block_m : min((tile + 1) * block_m, last - first)]
             at = (b, h, first + offsets)  # rows of this tile
             rows = q[at]  # [M, D]
+            keys, least = k_order.keys[n][b, h], 0 if k_order.least is None else int(k_order.least[n][b, h])
             m, mass, acc, j = visit(
-                rows, (state.m[at], state.l[at], state.acc[at]), k_order[n][b, h], kh, vh, scale, softcap,
+                rows, (state.m[at], state.l[at], state.acc[at]), keys, kh, vh, scale, softcap,
                 block_n=block_n, tau=tau_factor * taus[h] if n < dense_from else 0.0, stop_lag=stop_lag,
-                visited=None if visited is None else int(visited[b, h, n, tile]),
+                visited=None if visited is None else int(visited[b, h, n, tile]), least=least,
             )  # fmt: skip
-            rest = k_order[n][b, h][j * block_n :]
+            rest = keys[j * block_n :]
             if len(rest) > 0 and config.adds_tail:
                 m, mass, acc = add_tail(rows, (m, mass, acc), rest, kh, moments[b, h // group], scale, softcap)
             state.m[at], state.l[at], state.acc[at] = m, mass, acc

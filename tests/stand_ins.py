@@ -66,10 +66,12 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig, products: str = WIDE,
         k_order.append(np.pad(units, ((0, 0), (0, 0), (0, short)), constant_values=geometry.units))
     o1 = s2o.finish(state1)[0].astype(dtype)
     resumed = s2o.State(state1.m, state1.l, o1.astype(q.dtype) * state1.l[..., None])
-    state2, visited = s2o.pass2(q, k, v, resumed, q_order, positions, geometry, config, scale, problem.softcap)
+    least = [s2o.least_keys(x, geometry, config) for x in scores]
+    order = s2o.KeyOrder(positions, least)
+    state2, visited = s2o.pass2(q, k, v, resumed, q_order, order, geometry, config, scale, problem.softcap)
     o, lse = s2o.finish(state2)
     return GpuStages(
-        pooled, q_order, of_units, scores, k_order, o1, state1.m, state1.l, visited, o.astype(dtype), lse,
+        pooled, q_order, of_units, scores, k_order, least, o1, state1.m, state1.l, visited, o.astype(dtype), lse,
         query=of_query,
     )  # fmt: skip
 
@@ -82,9 +84,11 @@ def query_stages(q, k, own, geometry, config: S2OConfig, scale: float, products:
     centre = found.means[:, :, : geometry.leading_units].mean(axis=2, keepdims=True)
     blocks = ordering.block_keys(found.means)
     less = None if products == WIDE else centre[:, :, 0]
-    deviations = ordering.deviations(k, blocks, geometry)
-    norms = ordering.query_norms(q, found.means, blocks, deviations, own, geometry, scale, less)
-    stages = QueryStages(found.keys, shares, found.means, np.concatenate([centre, blocks], axis=2), deviations, norms)
+    sampled = ordering.sampled_keys(k, blocks, geometry)
+    norms = ordering.query_norms(q, found.means, blocks, sampled, own, geometry, scale, less)
+    stages = QueryStages(
+        found.keys, shares, found.means, np.concatenate([centre, blocks], axis=2), *sampled, norms
+    )  # fmt: skip
     if products == INT8:
         return with_integers(stages)
     return with_floats(stages, q, geometry, scale) if products == E4M3 else stages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import ml_dtypes
@@ -460,3 +461,11 @@ def test_statistics_say_why_a_call_was_dense(path, options, reason, monkeypatch)
     stats = S2OStats(np.zeros(problem.visited_shape(config), np.int32), problem, config, path)
     assert stats.dense_reason == reason
     assert (f"dense: {reason}" in repr(stats)) == (reason is not None)
+
+
+@pytest.mark.parametrize("rank", ["query", "weight", "max", "mean"])
+def test_scores_beyond_float16_are_no_matter_of_warnings(qkv, rank):
+    arrays = [300 * x for x in qkv(500, heads=2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        s2o_attention(*arrays, config=S2OConfig(rank=rank, segment=128), scale=1.0)

@@ -22,7 +22,7 @@ from s2o_cupy.tools.diff_report import Row, Rows
 from s2o_cupy.tools.diffing import compare, diff
 
 STAGES = (
-    "pooled_queries", "query order", "unit means", "groups", "shares", "block means", "sampled keys",
+    "pooled_queries", "query order", "unit means", "groups", "shares", "block means", "sampled keys", "deviations",
     "8-bit exponents", "8-bit steps", "8-bit rows", "norms", "8-bit scales", "outliers", "key scores", "key order",
     "pass 1 state", "pass 1 output", "stop", "output", "lse",
 )  # fmt: skip
@@ -33,7 +33,7 @@ def is_of(stage: str, rank: str) -> bool:
     ranks = {
         "pooled_queries": ("weight", "max", "mean"), "unit means": ("weight", "query"), "outliers": ("weight",),
         "groups": ("query",), "shares": ("query",), "block means": ("query",),
-        "sampled keys": ("query",), "norms": ("query",),
+        "sampled keys": ("query",), "deviations": ("query",), "norms": ("query",),
         "8-bit exponents": (), "8-bit steps": (), "8-bit rows": (), "8-bit scales": (),
     }  # fmt: skip
     return rank in ranks.get(stage, (rank,))
@@ -165,7 +165,8 @@ FAULTS = {
     "groups": lambda s: larger(s.query.keys, (1, 1, 20, 0, 2)),
     "shares": lambda s: s.query.shares.__setitem__((1, 1, 20, 0), s.query.shares[1, 1, 20, 0] + 1),
     "block means": lambda s: larger(s.query.blocks, (1, 1, 0, 2)),
-    "sampled keys": lambda s: larger(s.query.deviations, (1, 1, 3, 2)),
+    "sampled keys": lambda s: larger(s.query.sampled_keys, (1, 1, 3, 2)),
+    "deviations": lambda s: larger(s.query.deviations, (1, 1, 3, 2)),
     "8-bit exponents": lambda s: s.query.exponents.__setitem__((1, 1), s.query.exponents[1, 1] + 1),
     "8-bit steps": lambda s: larger(s.query.steps, (1, 1, 20)),
     "8-bit rows": lambda s: larger(s.query.rows, (1, 1, 20, 0, 2)),
@@ -182,8 +183,8 @@ FAULTS = {
 }
 
 
-OF_QUERIES = ("unit means", "groups", "shares", "block means", "sampled keys", "8-bit exponents", "8-bit steps",
-              "8-bit rows", "norms", "8-bit scales", "key scores")  # fmt: skip
+OF_QUERIES = ("unit means", "groups", "shares", "block means", "sampled keys", "deviations", "8-bit exponents",
+              "8-bit steps", "8-bit rows", "norms", "8-bit scales", "key scores")  # fmt: skip
 OF_UNITS = ("unit means", "outliers")
 
 

@@ -29,9 +29,9 @@ def pair_by_pair(q, k, v, config, head):
         p = np.exp(s - s.max(), dtype=np.float64)
         p /= p.sum()
         place = found.q_order[0, 0, n].tolist().index(at)  # which row of the permuted queries it is
-        seen = found.k_order[n][0, 0][: found.visited[0, 0, n, place // config.block_m] * config.block_n]
-        queries, pairs, computed = queries + 1, pairs + len(found.k_order[n][0, 0]), computed + len(seen)
-        mass, computed_mass = mass + p[found.k_order[n][0, 0]].sum(), computed_mass + p[seen].sum()
+        seen = found.k_order.keys[n][0, 0][: found.visited[0, 0, n, place // config.block_m] * config.block_n]
+        queries, pairs, computed = queries + 1, pairs + len(found.k_order.keys[n][0, 0]), computed + len(seen)
+        mass, computed_mass = mass + p[found.k_order.keys[n][0, 0]].sum(), computed_mass + p[seen].sum()
     return queries, pairs, computed, mass, computed_mass
 
 
@@ -101,3 +101,12 @@ def test_tiles_of_a_short_last_segment():
     q, k, v = (x[:, :, :280] for x in inputs.builtin("trace", 300, dtype="float32"))
     views = list(segment_maps(q, k, v, CONFIG, head=0, scale=1))
     assert [(len(x.mass), len(x.q_order), len(x.stops)) for x in views] == [(64, 64, 2)] * 4 + [(24, 24, 1)]
+
+
+def test_orders_of_a_call_whose_taus_an_error_found(qkv):
+    """With a tail, of which a part of tau is asked for besides: the visits are those of the call."""
+    q, k, v = qkv(600, heads=4, kv_heads=2)
+    config = S2OConfig(error=0.1, tail="first_order", block_m=64, block_n=64)
+    stats = s2o_attention(q, k, v, config=config, return_stats=True)[1]
+    maps = [*segment_maps(q, k, v, config, stats.visited, head=3, scale=0.125)]
+    assert len(maps) == stats.visited.shape[2]

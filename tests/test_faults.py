@@ -71,6 +71,10 @@ PASS2 = "pass2_sm90", "pass2_tail_sm90"  # with a tail diff runs both
 # Units that the copy engine brings, in segments of one q tile.
 BOXES = replace(HOPPER, segment=128, options={"unit": 8, "rank": "weight"})
 BY_HEAD = (0.01, 0.5, 0.0, 0.1)  # of four heads
+# Q tiles that would stop before all that weighs much.
+LEAST = replace(TAIL, seqlen_q=1400, tau=0.1, scale=0.25, options={})
+HOPPER_LEAST = replace(HOPPER, seqlen_q=2600, segment=256, tau=0.1, scale=0.5, options={})
+LEAST_BY_HEAD = replace(LEAST, tau=BY_HEAD)
 # A key that the mean query puts last and some queries put first, by more than a weight can hold.
 RISING = replace(HOPPER, tau=0.0, options={"rank": "mean", "window": 30}, poison=("k", 100, -2000.0))
 
@@ -350,9 +354,36 @@ FAULTS = [
         ("every head has the first one's tau", "stop", "taus[head] : tau", "taus[0] : tau"),
     ),
     *_faults(
-        PASS2, replace(HOPPER, tau=BY_HEAD),
+        PASS2, replace(HOPPER, tau=BY_HEAD, options={"window": 30, "rank": "weight", "tail": "first_order"}),
         ("every head has the first one's tau", "stop", "taus[head] : tau", "taus[0] : tau"),
-        ("a q tile's tau is not announced", "stop", "shared.tau[place] = tau;", "shared.tau[place] = 0.f;"),
+        ("a q tile's tau is not announced", "stop", "shared.tau[place] = shared.next.tau;",
+         "shared.tau[place] = 0.f;"),
+    ),
+    *_faults(
+        PASS2, HOPPER_LEAST,
+        ("a tile stops before all that weighs much", "stop",
+         "if (visited < my.shared.least_keys[nth % kPlaces]) small = 0;", ";"),
+        ("it stops one tile before", "stop", "static_cast<int>(n + 1) * kStop", "static_cast<int>(n + 2) * kStop"),
+        ("what a q tile has to visit is not announced", "stop",
+         "shared.least_keys[place] = shared.next.least_keys;", "shared.least_keys[place] = 0;"),
+        ("all q tiles have to visit what the first has to", "stop", "p.least_keys[order_row(p)]", "p.least_keys[0]"),
+    ),
+    *_faults(
+        "pass2", LEAST,
+        ("a tile stops before all that weighs much", "stop", " && may_stop(visited);", ";"),
+        ("it stops a step before", "stop", "visited * params.steps_per_tile * kStep >=",
+         "(visited + 1) * params.steps_per_tile * kStep >="),
+        ("all q tiles have to visit what the first has to", "stop", "p.least_keys[order_row(p)]", "p.least_keys[0]"),
+    ),
+    *_faults(
+        "key_order_head", LEAST_BY_HEAD,
+        ("units count, not keys", "least keys", "min(heavy, row.count) << p.geometry.unit_shift", "heavy"),
+        ("one warp's alone count", "least keys", "heavy += shared.heavy[w];", "heavy = shared.heavy[w];"),
+        ("half of the scores count", "least keys", " + !(Float16::high(scores) < least)", ""),
+        ("all of tau is asked for", "least keys", " / spec::kLeastParts", ""),
+        ("every head has the first one's tau", "least keys", "p.taus[row.head]", "p.taus[0]"),
+        ("a row has its neighbour's", "least keys", "p.least_keys[row.pair] = min",
+         "p.least_keys[row.pair ^ 1] = min"),
     ),
     *_faults(
         "head_taus", replace(MEAN, tau=BY_HEAD),
@@ -368,8 +399,8 @@ FAULTS = [
     ),
     *_faults(
         "pass2", TAIL,
-        ("the first tile never stops", "stop", "stop = stop_check(rows, shared.tau);",
-         "stop = stop_check(rows, shared.tau) && visited > 0;"),
+        ("the first tile never stops", "stop", "stop = stop_check(rows, shared.tau)",
+         "stop = stop_check(rows, shared.tau) && visited > 1"),
     ),
     *_faults(
         "key_scores_sm90", replace(HOPPER, options={"rank": "mean", "window": 30}),
@@ -484,9 +515,10 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
 @pytest.mark.parametrize(
     "case",
     [MEAN, MAX, UNITS, AROUND, ONE_TILE, HOPPER, RISING, HOPPER_UNITS, HOPPER_AROUND, QUERY, QUERY_AROUND, EACH_KEY,
-     BYTES, BYTES_OF_EACH_KEY, INTEGERS, INTEGERS_OF_GROUPS],
+     BYTES, BYTES_OF_EACH_KEY, INTEGERS, INTEGERS_OF_GROUPS, LEAST, HOPPER_LEAST, LEAST_BY_HEAD],
     ids=["mean", "max", "units", "around", "one tile", "hopper", "rising", "hopper units", "hopper around", "query",
-         "query around", "each key", "bytes", "bytes of each key", "integers", "integers of groups"],
+         "query around", "each key", "bytes", "bytes of each key", "integers", "integers of groups", "least",
+         "hopper least", "least by head"],
 )
 def test_without_a_fault_none_is_found(case):
     if not has_gpu():

@@ -91,8 +91,8 @@ def test_every_head_has_a_turn(limit, capability):
     of_head = -(-800 // 256)  # unit_clusters: 256 keys a block of threads
     assert [x.blocks for x in made if x.stage == "unit_keys"] == [len(heads) * of_head for heads in turns]
     of_rows = ("key_exponents", 4) if capability == 90 else ("unit_scales", 128 * 4)
-    of_clusters = [("unit_keys", "unit_means", 100 * 64 * 2), ("unit_keys", "deviations", 4 * 64 * 2)]
-    of_both = [("unit_rows", *x[1:]) for x in of_clusters]
+    of_clusters = [("unit_keys", "unit_means", 100 * 64 * 2), ("unit_keys", "sampled_keys", 4 * 64 * 2)]
+    of_both = [("unit_rows", *x[1:]) for x in (*of_clusters, ("unit_rows", "deviations", 4 * 64 * 2))]
     for stage, name, bytes_of_head in (*of_clusters, *of_both, ("unit_rows", *of_rows)):
         written = [begin - memory.places[name].offset for x in made if x.stage == stage
                    for begin in starts_of(x, name)]  # fmt: skip

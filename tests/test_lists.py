@@ -174,7 +174,7 @@ def test_s2o_is_the_case_of_its_orders_as_lists(qkv):
     begins, keys = order_lists(chunks, geometry, 4)
     entries = np.full(sum(chunk.elements for chunk in chunks), nowhere(1), np.int32)
     for h, n in np.ndindex(begins.shape):
-        entries[begins[h, n] :][: keys[h, n]] = result.k_order[n][0, h]
+        entries[begins[h, n] :][: keys[h, n]] = result.k_order.keys[n][0, h]
     assert (entries != nowhere(1)).sum() == keys.sum(), "two lists lie in one place"
     queries = [geometry.queries(n) for n in range(geometry.segments)]
     of_segments = [result.q_order[:, :, n, : end - begin] + begin for n, (begin, end) in enumerate(queries)]

@@ -22,6 +22,12 @@ from s2o_cupy.tools.diff_query_weights import _compare_exponents, capture, keep_
 from s2o_cupy.tools.diffing import compare
 
 
+def of_samples(units, width):
+    """What is sampled of blocks, which nothing here looks at."""
+    shape = (2, 4 * (units // BLOCK_UNITS), width)
+    return {name: np.zeros(shape, np.uint16) for name in ("sampled_keys", "deviations")}
+
+
 @pytest.mark.parametrize("alike", [1.0, 2.0**-6, 2.0**-8, 2.0**-10])
 @pytest.mark.parametrize("products", [E4M3, INT8])
 def test_first_keys_that_are_alike_leave_room_for_others(rng, alike, products):
@@ -82,7 +88,7 @@ def test_rows_of_8_bits_are_read_where_a_gpu_puts_them(rng, head_dim, width, clu
 
     host = {
         "block_keys": rng.standard_normal((2, 1 + units // BLOCK_UNITS, width)).astype(np.float16).view(np.uint16),
-        "deviations": np.zeros((2, 4 * (units // BLOCK_UNITS), width), np.uint16),
+        **of_samples(units, width),
         "unit_rows": tiles,
         "key_exponents": np.array([3, -4], np.int32),
     }
@@ -141,7 +147,7 @@ def test_rows_of_integers_are_read_where_a_gpu_puts_them(rng, head_dim, width, c
 
     host = {
         "block_keys": np.zeros((2, 1 + units // BLOCK_UNITS, width), np.uint16),
-        "deviations": np.zeros((2, 4 * (units // BLOCK_UNITS), width), np.uint16),
+        **of_samples(units, width),
         "unit_rows": tiles, "row_shares": shares, "unit_scales": rng.random((2, 256)).astype(np.float32),
     }  # fmt: skip
     stages = capture(None, "unit_rows", host.__getitem__, host, np.float16, problem, config)

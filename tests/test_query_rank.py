@@ -52,7 +52,7 @@ def test_no_more_groups_than_keys(rng, unit):
     geometry, config = Geometry(96, 96, 32, unit=unit), S2OConfig(segment=32, unit=unit)
     assert config.groups == min(max(unit, 2), 8) and config.clusters == 8
     own = own_mass(q, k, geometry, 0.5)
-    orders = s2o.key_order(q, k, geometry, config, 0.5, own)
+    orders = s2o.key_order(q, k, geometry, config, 0.5, own).keys
     found = ordering.unit_clusters(k, geometry, 8)
     norms = ordering.query_norms(q, *key_means(k, geometry), own, geometry, 0.5)
     for n in range(3):
@@ -74,7 +74,7 @@ def key_means(k, geometry):
     """Of units and of blocks, and keys less those."""
     means = ordering.unit_clusters(k, geometry, 2).means
     blocks = ordering.block_keys(means)
-    return means, blocks, ordering.deviations(k, blocks, geometry)
+    return means, blocks, ordering.sampled_keys(k, blocks, geometry)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -101,6 +101,8 @@ def test_a_norm_is_the_log_of_a_query_s_mass(rng, is_causal, offset):
         mass = sum(BLOCK_UNITS * weight(q[0, 1, i], block(b)) for b in blocks)
         mass += sum(weight(q[0, 1, i], k[0, 0, u * unit : (u + 1) * unit].mean(axis=0)) for u in single)
         mass = mass * more + math.exp(own[0, 1, i]) / unit
+        of_blocks = [key for key in keys if key // unit // BLOCK_UNITS in blocks]
+        mass = max(mass, *(weight(q[0, 1, i], k[0, 0, key]) / unit for key in of_blocks), 0)
         assert found[0, 1, i] == pytest.approx(math.log2(mass))
     without = is_causal and offset == 0  # a candidate is the first segment then
     assert (found[:, :, :64] == 0).all() == without
@@ -123,15 +125,36 @@ def test_norms_are_nearer_to_the_mass_by_what_scores_vary(rng):
     q, k = rng.standard_normal((1, 1, 2048, 16)), rng.standard_normal((1, 1, 2048, 16))
     q *= np.tile(np.linspace(0, 1, 128), 16)[:, None]
     geometry, n = Geometry(2048, 2048, 128, unit=8), 15
-    means, blocks, deviations = key_means(k, geometry)
+    means, blocks, sampled = key_means(k, geometry)
     own, rows = own_mass(q, k, geometry, 0.5), slice(*geometry.queries(n))
     exact = np.log2(np.exp(0.5 * q[0, 0, rows] @ k[0, 0, : 128 * n].T).sum(axis=1) + np.exp(own[0, 0, rows])) - 3
     found, without = (
-        ordering.query_norms(q, means, blocks, x, own, geometry, 0.5)[0, 0, rows] for x in (deviations, 0 * deviations)
+        ordering.query_norms(q, means, blocks, x, own, geometry, 0.5)[0, 0, rows]
+        for x in (sampled, sampled._replace(deviations=0 * sampled.deviations))
     )
     assert (without <= found).all()
     assert np.std(found - exact) < 0.6 * np.std(without - exact)
     assert (found < exact + 0.05).all()
+
+
+def test_no_norm_is_less_than_what_a_single_key_weighs(rng):
+    """Of queries whose scores have a standard deviation of 20 nats, norms by means are far too small; and none is more
+    than the mass by a sampled key."""
+    q, k = rng.standard_normal((1, 1, 2048, 16)), rng.standard_normal((1, 1, 2048, 16))
+    geometry, n, scale = Geometry(2048, 2048, 128, unit=8), 15, 5.0
+    means, blocks, sampled = key_means(k, geometry)
+    own, rows = own_mass(q, k, geometry, scale), slice(*geometry.queries(n))
+    scores = scale * LOG2E * q[0, 0, rows] @ k[0, 0, : 128 * n].T
+    exact = np.logaddexp2(np.logaddexp2.reduce(scores, axis=1), own[0, 0, rows] * LOG2E) - 3
+    found = ordering.query_norms(q, means, blocks, sampled, own, geometry, scale)[0, 0, rows]
+    taken = np.arange(3 * 4) * 128 + 64
+    assert (found >= scores[:, taken].max(axis=1) - 3 - 1e-9).all()
+    without = sampled._replace(keys=0 * sampled.keys)
+    by_means = ordering.query_norms(q, means, blocks, without, own, geometry, scale)[0, 0, rows]
+    np.testing.assert_allclose(found, np.maximum(by_means, scores[:, taken].max(axis=1) - 3))
+    assert np.median(exact - by_means) > 5 and (found > by_means + 1).mean() > 0.2
+    raised = found > by_means
+    assert (found <= exact + 1e-9)[raised].all()
 
 
 def test_what_scores_vary_by_is_bounded():
@@ -150,15 +173,15 @@ def test_what_scores_vary_by_is_bounded():
 def test_sampled_keys_are_of_the_prefix_alone(keys, count):
     """Of whole blocks before the segment, evenly apart, and of a block's keys each in its turn."""
     segment, blocks = keys // 128, keys // 512
-    places = ordering.sampled(segment, Geometry(keys + 128, keys + 128, 128, unit=8))
+    places = ordering.telling(segment, Geometry(keys + 128, keys + 128, 128, unit=8))
     assert len(places) == count
     assert (np.diff(places) > 0).all() and (places < 4 * blocks).all()
     assert (np.bincount(places % 4, minlength=4) == count // 4).all()
     if blocks > 1:
         assert np.ptp(np.diff(np.unique(places // 4))) <= 1
-    assert np.array_equal(places, ordering.sampled(segment, Geometry(8 * keys, 8 * keys, 128, unit=8)))
+    assert np.array_equal(places, ordering.telling(segment, Geometry(8 * keys, 8 * keys, 128, unit=8)))
     without = Geometry(128, keys, 128, is_causal=False, unit=8)
-    assert np.array_equal(places, ordering.sampled(0, without))
+    assert np.array_equal(places, ordering.telling(0, without))
 
 
 def test_a_norm_that_is_not_finite_is_0(rng):
@@ -184,7 +207,7 @@ def test_what_one_query_alone_looks_for_comes_first(rng, place, clusters):
     own = own_mass(q, k, geometry, scale)
     first = {}
     for config in (S2OConfig(clusters=clusters), S2OConfig(rank="weight")):
-        order = s2o.key_order(q, k, geometry, config, scale, own)[8][0, 0]
+        order = s2o.key_order(q, k, geometry, config, scale, own).keys[8][0, 0]
         first[config.rank] = int(np.flatnonzero(order == place)[0]) // 16  # units before its own
     assert first["query"] == 0 and first["weight"] > 4, first
 
@@ -225,5 +248,5 @@ def test_pass_1_s_mass_is_asked_for(rng):
 def test_a_cap_reaches_the_order_by_what_pass_1_has_found(rng, rank, depends):
     q, k, v = 3 * rng.standard_normal((3, 1, 1, 128, 8))
     config = S2OConfig(rank=rank, segment=32, unit=4 if rank != "max" else 1, block_m=16, block_n=16, tail="none")
-    without, capped = (s2o.s2o(q, k, v, config, softcap=softcap).k_order for softcap in (0.0, 2.0))
+    without, capped = (s2o.s2o(q, k, v, config, softcap=softcap).k_order.keys for softcap in (0.0, 2.0))
     assert any((x != y).any() for x, y in zip(without, capped, strict=True)) == depends

@@ -71,22 +71,28 @@ def test_where_each_key_is_a_group_there_are_means_alone(rng):
     assert stages.keys is None and stages.shares is None and stages.grouped == 0
 
 
+def of_blocks(rng):
+    """What unit_rows leaves of blocks."""
+    of_samples = {name: bits(rng, 6, UNITS // 64 * 4, WIDTH) for name in ("sampled_keys", "deviations")}
+    return {"block_keys": bits(rng, 6, 1 + UNITS // 64, WIDTH), **of_samples}
+
+
 def test_means_of_blocks_without_rows_of_8_bits(rng):
     """The centre, and a mean of every 64 units that are all there, four keys of which follow."""
-    workspace = {"block_keys": bits(rng, 6, 1 + UNITS // 64, WIDTH), "deviations": bits(rng, 6, UNITS // 64 * 4, WIDTH)}
+    workspace = of_blocks(rng)
     stages = read(None, "unit_rows", workspace)
     assert stages.blocks.shape == (2, 3, 3, 40)
     np.testing.assert_array_equal(stages.blocks.reshape(6, 3, 40), floats(workspace["block_keys"])[..., :40])
-    assert stages.deviations.shape == (2, 3, 8, 40)
-    np.testing.assert_array_equal(stages.deviations.reshape(6, 8, 40), floats(workspace["deviations"])[..., :40])
+    for name, found in (("sampled_keys", stages.sampled_keys), ("deviations", stages.deviations)):
+        assert found.shape == (2, 3, 8, 40)
+        np.testing.assert_array_equal(found.reshape(6, 8, 40), floats(workspace[name])[..., :40])
     assert stages.rows is None and stages.exponents is None
 
 
 @pytest.mark.parametrize("in_bytes", [True, False])
 def test_norms_and_scales(rng, in_bytes):
     """A norm of each query, and in 8 bits two scales of each segment; what was read before stays."""
-    arrays = {"block_keys": bits(rng, 6, 1 + UNITS // 64, WIDTH), "deviations": bits(rng, 6, UNITS // 64 * 4, WIDTH)}
-    before = read(None, "unit_rows", arrays)
+    before = read(None, "unit_rows", of_blocks(rng))
     blocks = before.blocks
     workspace = {"norms": rng.standard_normal((12, 300)).astype(np.float32)}
     if in_bytes:

@@ -151,7 +151,7 @@ def test_tau_0_is_dense_for_any_shape(case):
     check_dense(result, q, k, v, is_causal=case.is_causal)
     geometry = case.geometry(config)
     assert (
-        result.visited.max(axis=(0, 1, 3)) == [-(-len(x[0, 0]) // config.block_n) for x in result.k_order]
+        result.visited.max(axis=(0, 1, 3)) == [-(-len(x[0, 0]) // config.block_n) for x in result.k_order.keys]
     ).all()
     for n in range(geometry.segments):  # tiles without rows visit nothing
         first, end = geometry.queries(n)
@@ -175,7 +175,7 @@ def test_tau_0_is_dense_in_any_order(case, random):
             random.shuffle(keys)
             q_order[0, h, n, : end - first], k_order[n][0, h] = rows, keys
     state = s2o.pass1(q, k, v, geometry, scale)
-    state, _ = s2o.pass2(q, k, v, state, q_order, k_order, geometry, config, scale)
+    state, _ = s2o.pass2(q, k, v, state, q_order, s2o.KeyOrder(k_order), geometry, config, scale)
     o, lse = s2o.finish(state)
     result = s2o.Result(o, lse, None, q_order, k_order, state)
     check_dense(result, q, k, v, is_causal=case.is_causal)
@@ -213,7 +213,7 @@ def test_orders_do_not_depend_on_softcap_and_stops_do():
     q, k, v, config = make(Case(seqlen_q=200, seqlen_k=200, config={"tau": 0.1, "rank": "weight"}))
     plain, capped = s2o.s2o(q, k, v, config, scale=2.0), s2o.s2o(q, k, v, config, scale=2.0, softcap=0.5)
     np.testing.assert_array_equal(plain.q_order, capped.q_order)
-    for x, y in zip(plain.k_order, capped.k_order, strict=True):
+    for x, y in zip(plain.k_order.keys, capped.k_order.keys, strict=True):
         np.testing.assert_array_equal(x, y)
     assert capped.visited.sum() > plain.visited.sum()  # flatter weights: more keys matter
     hardly = s2o.s2o(q, k, v, config, scale=2.0, softcap=1e6)
@@ -410,7 +410,7 @@ def test_key_scores_are_the_largest_over_pooled_queries(is_causal):
 def test_key_order_is_absolute_and_skips_the_dense_keys():
     q, k, _, config = make(Case(config={"window": 3, "rank": "weight"}))
     geometry = Geometry(40, 40, 16, 3, is_causal=False)
-    order = s2o.key_order(q, k, geometry, config, q.shape[-1] ** -0.5)
+    order = s2o.key_order(q, k, geometry, config, q.shape[-1] ** -0.5).keys
     for n, keys in enumerate(order):
         dense = range(*geometry.dense_keys(n))
         assert keys.dtype == np.int32

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_cases import Case, cases, make
 
-from s2o_cupy.reference import dense_attention, s2o
+from s2o_cupy.reference import dense_attention, key_order, s2o
 from s2o_cupy.spec import Geometry, S2OConfig
 
 
-def example(tau, block_m=1, masses=((4, 2, 1, 0.5),), stop_lag=0):
+def example(tau, block_m=1, masses=((4, 2, 1, 0.5),), stop_lag=0, least=0):
     """One segment whose rows start with mass 1 and see 4 earlier keys of given masses, in tiles of one key.
 
     Head dimension i holds row i's scores; a row's own key weighs 1 for it and exp(-1e4) = 0 for the
@@ -28,7 +28,7 @@ def example(tau, block_m=1, masses=((4, 2, 1, 0.5),), stop_lag=0):
     config = S2OConfig(segment=rows, tau=tau, block_m=block_m, block_n=1, tail="none")
     geometry = Geometry(rows, rows + 4, rows)
     q_order = np.arange(rows, dtype=np.int32)[None, None, None]
-    k_order = [np.arange(4, dtype=np.int32)[None, None]]
+    k_order = s2o.KeyOrder([np.arange(4, dtype=np.int32)[None, None]], [np.array([[least]])])
     state = s2o.pass1(q, k, v, geometry, 1.0)
     state, visited = s2o.pass2(q, k, v, state, q_order, k_order, geometry, config, 1.0, stop_lag=stop_lag)
     o, lse = s2o.finish(state)
@@ -123,7 +123,7 @@ def test_keys_behind_a_stop_do_not_matter():
         segment=8, tau=1e9, block_m=8, block_n=8, unit=1, tail="none"
     )
     q_order = np.tile(np.arange(8, dtype=np.int32), (1, 1, 8, 1))
-    k_order = [np.arange(8 * n, dtype=np.int32)[None, None] for n in range(8)]
+    k_order = s2o.KeyOrder([np.arange(8 * n, dtype=np.int32)[None, None] for n in range(8)])
     state = s2o.pass1(q, k, v, geometry, 0.5)
     found, visited = s2o.pass2(q, k, v, state, q_order, k_order, geometry, config, 0.5)
     assert visited.max() == 1
@@ -153,3 +153,44 @@ def test_error_falls_with_tau(order):
     assert densities == sorted(densities)
     assert densities[2] < 0.5
     assert errors[2] < 0.1
+
+
+# --- Keys that are visited in any case ---
+
+
+@pytest.mark.parametrize(("least", "visited"), [(0, 1), (1, 1), (2, 2), (3, 3), (4, 4), (9, 4)])
+def test_no_tile_stops_before_its_least_keys(least, visited):
+    """Gains 4, 0.4, 0.143 and 0.0625: by tau alone the first tile of one key is the last."""
+    assert example(5, least=least)[0] == [visited]
+
+
+def test_what_a_key_must_weigh_is_half_of_its_head_s_tau():
+    scores = np.log2(np.array([[[0.3, 0.06, 0.04, np.nan, 0.0, np.inf]] * 3])).astype(np.float16)  # [1, 3, 6]
+    geometry = Geometry(48, 48, 8, unit=8)
+    of = lambda **options: s2o.least_keys(scores, geometry, S2OConfig(**options)).tolist()  # noqa: E731
+    assert of() == [[32, 32, 32]]  # 0.05, whatever the number of keys; NaN and infinity come first, too
+    assert of(tau=(0.1, 0.02, 0.7)) == [[32, 40, 16]]
+    assert of(tau=(math.inf, 1e300, 0.0)) == [[16, 16, 48]]
+    for without in ({"tail": "none"}, {"rank": "weight", "tail": "first_order"}, {"tau": 0.0}, {"error": 0.1}):
+        assert of(**without) == [[0, 0, 0]]
+
+
+def test_least_keys_are_of_the_head_of_the_order(rng):
+    scores = rng.standard_normal((1, 2, 10_000)).astype(np.float16)
+    scores[0, 1] = 1.0
+    geometry, config = Geometry(80_128, 80_128, 128, unit=8), S2OConfig(tau=2.0)  # at least 1, whose logarithm is 0
+    count = (np.take_along_axis(scores, key_order.order_keys(scores), axis=-1)[..., :8192] >= 0).sum(axis=-1)
+    assert count[0, 1] == 8192 and 4000 < count[0, 0] < 6000
+    np.testing.assert_array_equal(s2o.least_keys(scores, geometry, config), 8 * count)
+
+
+@given(cases(), st.sampled_from([0.05, 0.5]))
+@settings(deadline=None, max_examples=30)
+def test_whole_calls_visit_what_weighs_much(case, tau):
+    q, k, v, config = make(case._replace(config=case.config | {"tau": tau}), np.float32)
+    result = s2o.s2o(q, k, v, config, is_causal=case.is_causal)
+    for n, least in enumerate(result.k_order.least):
+        rows = (result.q_order[:, :, n] >= 0).sum(axis=-1)  # [B, H]
+        tiles = -(-rows // config.block_m)
+        there = np.arange(result.visited.shape[3]) < tiles[..., None]
+        assert (result.visited[:, :, n] * config.block_n >= least[..., None])[there].all()

@@ -25,7 +25,7 @@ from s2o_cupy.spec import (
 def test_without_a_tail_unvisited_keys_count_for_nothing(rng):
     q, k, v = (rng.standard_normal((1, 1, 256, 8)) for _ in range(3))
     config = S2OConfig(segment=64, tau=1e9, block_m=64, block_n=32, unit=8, tail="none", rank="weight")
-    k_order = s2o.key_order(q, k, Geometry(256, 256, 64, unit=8), config, 8**-0.5)
+    k_order = s2o.key_order(q, k, Geometry(256, 256, 64, unit=8), config, 8**-0.5).keys
     changed = v.copy()
     changed[0, 0, k_order[3][0, 0, 32:]] = 100  # of the last segment's candidates all but the one tile it visits
     (before, after), (_, with_tail) = (

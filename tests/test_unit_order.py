@@ -83,7 +83,7 @@ def test_a_score_is_the_largest_log_weight(rng, is_causal):
 def test_units_go_by_their_score_and_stay_together(rng):
     q, k = rng.standard_normal((2, 1, 1, 200, 8)) * 2
     config, geometry = S2OConfig(segment=50, unit=4, rank="weight"), Geometry(200, 200, 50, unit=4)
-    order = s2o.key_order(q, k, geometry, config, 1.0)
+    order = s2o.key_order(q, k, geometry, config, 1.0).keys
     for n, scores in enumerate(weights_of(q, k, geometry, config, 1.0)):
         begin, _ = geometry.dense_keys(n)
         assert begin == n * 50 // 4 * 4 == len(order[n][0, 0])
@@ -101,7 +101,7 @@ def test_unit_1_is_single_keys(rng):
     q, k = rng.standard_normal((2, 1, 2, 150, 8))
     config, geometry, scale = S2OConfig(segment=40, unit=1, pooled_queries=5), Geometry(150, 150, 40), 0.4
     np.testing.assert_array_equal(s2o.unit_keys(k, geometry), np.stack([k, k], axis=3))
-    order = s2o.key_order(q, k, geometry, config, scale)
+    order = s2o.key_order(q, k, geometry, config, scale).keys
     for n in range(1, geometry.segments):
         pooled, counts = s2o.pooled_queries(q, geometry, config)
         for h in range(2):
@@ -119,7 +119,7 @@ def test_a_unit_that_is_not_finite(rng, value):
     k[0, 0, 27, 2] = value
     scores = weights_of(q, k, geometry, config, 0.5)[1][0, 0]
     assert np.isfinite(scores[others]).all() and np.isfinite(scores[3]) == (value == -np.inf)
-    first = s2o.key_order(q, k, geometry, config, 0.5)[1][0, 0, 0]
+    first = s2o.key_order(q, k, geometry, config, 0.5).keys[1][0, 0, 0]
     assert first == 24 or value == -np.inf
     # A sum of weights that is not finite is taken for 1; one of minus infinity adds nothing.
     pooled, counts = s2o.pooled_queries(q, geometry, config)
@@ -145,7 +145,7 @@ def test_an_order_is_all_candidates_in_units(seqlen_q, more, segment, unit, wind
     q, k = rng.standard_normal((1, 2, seqlen_q, 4)), rng.standard_normal((1, 1, seqlen_k, 4))
     config = S2OConfig(segment=segment, unit=unit, window=window, rank=rank)
     geometry = Geometry(seqlen_q, seqlen_k, segment, window, is_causal, unit)
-    for n, order in enumerate(s2o.key_order(q, k, geometry, config, 0.5, own_mass(q, k, geometry, 0.5))):
+    for n, order in enumerate(s2o.key_order(q, k, geometry, config, 0.5, own_mass(q, k, geometry, 0.5)).keys):
         assert order.shape == (1, 2, geometry.candidates(n)) and order.dtype == np.int32
         for row in order[0]:
             np.testing.assert_array_equal(np.sort(row), s2o.candidate_positions(n, geometry))
@@ -161,7 +161,7 @@ def test_a_short_unit_at_the_end_comes_last(rng):
     geometry = Geometry(96, 203, 32, is_causal=False, unit=16)
     for rank in ("query", "weight"):
         config, own = S2OConfig(segment=32, rank=rank), own_mass(q, k, geometry, 1.0)
-        first, second, last = s2o.key_order(q, k, geometry, config, 1.0, own)
+        first, second, last = s2o.key_order(q, k, geometry, config, 1.0, own).keys
         for order in (first, second):
             assert order[0, 0, -11:].tolist() == list(range(192, 203))
         assert geometry.dense_keys(2) == (160, 203) and last.max() < 160  # whose own keys they are

@@ -12,7 +12,7 @@ from s2o_cupy.arrays.operand import Operand
 from s2o_cupy.plan.build import ALIGNMENT, InTurns, Place, Workspace, lay_out
 from s2o_cupy.plan.launches import launches, workspace
 
-BEFORE_ROUNDS = {"unit_means", "block_keys", "deviations"}  # what norms are made of
+BEFORE_ROUNDS = {"unit_means", "block_keys", "sampled_keys", "deviations"}  # what norms are made of
 GROUPS = {"cluster_keys", "cluster_shares"}  # which rounds multiply with but for 8 bits
 OF_ROUNDS = {"scores", "k_order", "order_head_scores", "middle", "middle_scores"}
 OF_MOMENTS = {"part_products", "part_sums"}  # what they are made of

@@ -100,6 +100,7 @@ struct ListedRows : VisitingRows {
   // Whether anything is to be written: pass 1 has written what a tile without keys resumes.
   __device__ __forceinline__ bool has_work(const ListedAttentionParams& p) const { return listed > 0 || !resumes(p); }
 
+  __device__ __forceinline__ int least_keys(const ListedAttentionParams&) const { return 0; }
   __device__ __forceinline__ const int* key_order(const ListedAttentionParams& p) const {
     return p.lists.entries + p.lists.begins[list(p)];
   }

@@ -91,6 +91,10 @@ struct VisitingRows : QueryTile {
   __device__ __forceinline__ int visited_index(const AttentionParams& p) const {
     return static_cast<int>(order_row(p) * p.tiles + tile);
   }
+  // Keys to visit before the tile may stop.
+  __device__ __forceinline__ int least_keys(const AttentionParams& p) const {
+    return p.least_keys ? p.least_keys[order_row(p)] : 0;
+  }
   __device__ __forceinline__ int& visited(const AttentionParams& p) const { return p.visited[visited_index(p)]; }
 };
 

@@ -7,6 +7,8 @@ namespace s2o {
 
 struct CandidateRow {
   int64 row;    // of the chunk
+  int head;     // flattened
+  int64 pair;   // of all (head, segment) pairs
   int64 place;  // of its scores and of its order
   int count;    // candidates
   int dense_begin, dense_keys;
@@ -14,9 +16,11 @@ struct CandidateRow {
 
   // Candidates that stand side by side.
   __device__ __forceinline__ CandidateRow(int64 row, int64 place, int count)
-      : row(row), place(place), count(count), dense_begin(count), dense_keys(0) {}
+      : row(row), head(-1), pair(-1), place(place), count(count), dense_begin(count), dense_keys(0) {}
   __device__ __forceinline__ CandidateRow(const RankKeysParams& p, int head, int segment)
       : row(p.chunk.row(head, segment)),
+        head(head),
+        pair(static_cast<int64>(head) * p.geometry.segments() + segment),
         place(p.chunk.place(head, segment)),
         count(p.geometry.ranked(segment)),
         dense_begin(p.geometry.dense_begin(segment) >> p.geometry.unit_shift),

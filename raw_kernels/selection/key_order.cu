@@ -3,7 +3,8 @@
 //   key_strata: candidates are dealt to strata, each is sorted by itself, and the order takes from all strata in turn:
 //               the best of each, then the second best, and so on. For rows of more than kOrderHead candidates.
 //   key_middle: the same with the first kMiddle of these, of rows of more than kMiddleFrom
-//   key_order_head: the first kOrderHead, or all of a shorter row's, sorted by bucket, stable
+//   key_order_head: the first kOrderHead, or all of a shorter row's, sorted by bucket, stable; and how many keys the units
+//               among them have that weigh a part of tau or more, which no q tile stops before
 //
 //   Rows that visit all candidates have them in the order of their positions: q tiles side by side, which are the
 //   longest of all, then read the same keys at the same time, from L2.
@@ -210,12 +211,19 @@ __device__ __forceinline__ void key_middle(const RankKeysParams& p, StrataShared
 struct OrderHeadShared {
   RadixShared radix;
   ScoreRange of_warp[kSortWarps];
+  int heavy[kSortWarps];  // scores of the warp's that weigh so much
 };
+
+// How many of two scores are not less than `least`, as NaN is not.
+__device__ __forceinline__ int not_less(uint32 scores, float least) {
+  return !(Float16::low(scores) < least) + !(Float16::high(scores) < least);
+}
 
 // Puts the scores of a row in order, or of the head of its order: kOfThread of each thread, with minus infinity behind.
 template <int kOfThread>
-__device__ __forceinline__ RadixSort<kOfThread> sort_row(const CandidateRow& row, const uint16* scores,
-                                                         const uint16* head_scores, OrderHeadShared& shared) {
+__device__ __forceinline__ RadixSort<kOfThread> sort_row(const RankKeysParams& p, const CandidateRow& row,
+                                                         const uint16* scores, const uint16* head_scores,
+                                                         OrderHeadShared& shared) {
   RadixSort<kOfThread> sort(shared.radix);
 #pragma unroll
   for (int i = 0; i < kOfThread / 8; ++i) {
@@ -232,19 +240,32 @@ __device__ __forceinline__ RadixSort<kOfThread> sort_row(const CandidateRow& row
   cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();
+  const float least = p.least_keys ? log2f((p.taus ? p.taus[row.head] : p.tau) / spec::kLeastParts) : 0.f;
   ScoreRange range;
+  int heavy = 0;
 #pragma unroll
   for (int i = 0; i < kOfThread / 8; ++i) {
     const uint4 x = sort.scores(i);
-    range.take(x.x);
-    range.take(x.y);
-    range.take(x.z);
-    range.take(x.w);
+#pragma unroll
+    for (const uint32 two : {x.x, x.y, x.z, x.w}) {
+      range.take(two);
+      heavy += not_less(two, least);
+    }
   }
+  heavy = __reduce_add_sync(kFullWarp, heavy);
   range.join(range.swapped());
   range.join_lanes(31);
-  if (threadIdx.x % 32 == 0) shared.of_warp[threadIdx.x / 32] = range;
+  if (threadIdx.x % 32 == 0) {
+    shared.of_warp[threadIdx.x / 32] = range;
+    shared.heavy[threadIdx.x / 32] = heavy;
+  }
   __syncthreads();
+  if (threadIdx.x == 0 && p.least_keys) {
+    heavy = 0;
+#pragma unroll
+    for (int w = 0; w < kSortWarps; ++w) heavy += shared.heavy[w];
+    p.least_keys[row.pair] = min(heavy, row.count) << p.geometry.unit_shift;  // at tau 0 what is not there counted, too
+  }
 #pragma unroll
   for (int w = 0; w < kSortWarps; ++w) range.join(shared.of_warp[w]);
   sort.sort(ScoreBuckets<spec::kKeyBuckets>(range));
@@ -255,24 +276,27 @@ __device__ __forceinline__ RadixSort<kOfThread> sort_row(const CandidateRow& row
 __device__ __forceinline__ void key_order_head(const RankKeysParams& p, OrderHeadShared& shared) {
   const CandidateRow row(p, blockIdx.x);
   if (row.short_unit >= 0 && threadIdx.x == 0) p.k_order[row.place + row.count] = row.short_unit;  // not ranked: last
-  if (row.count <= 0) return;
+  if (row.count <= 0) {
+    if (threadIdx.x == 0 && p.least_keys) p.least_keys[row.pair] = 0;
+    return;
+  }
   const uint16* scores = p.scores + row.place;
   int* order = p.k_order + row.place;
   if (row.count <= spec::kOrderHead) {
     if (row.count <= 8 * kSortThreads) {
-      sort_row<8>(row, scores, nullptr, shared);
+      sort_row<8>(p, row, scores, nullptr, shared);
     } else if (row.count <= 16 * kSortThreads) {
-      sort_row<16>(row, scores, nullptr, shared);
+      sort_row<16>(p, row, scores, nullptr, shared);
     } else if (row.count <= 24 * kSortThreads) {
-      sort_row<24>(row, scores, nullptr, shared);
+      sort_row<24>(p, row, scores, nullptr, shared);
     } else {
-      sort_row<kMostOfThread>(row, scores, nullptr, shared);
+      sort_row<kMostOfThread>(p, row, scores, nullptr, shared);
     }
 #pragma unroll 4
     for (int i = threadIdx.x; i < row.count; i += kSortThreads) order[i] = row.key(index_of(shared.radix.items[i]));
     return;
   }
-  sort_row<kMostOfThread>(row, scores, p.order_head_scores + row.row * spec::kOrderHead, shared);
+  sort_row<kMostOfThread>(p, row, scores, p.order_head_scores + row.row * spec::kOrderHead, shared);
   // The order is read before it is written.
   constexpr int kOfThread = kMostOfThread;
   uint32 found[kOfThread / 2];  // two indices each

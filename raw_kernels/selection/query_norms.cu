@@ -1,17 +1,21 @@
 // How much softmax mass each query has, in units of one unit of keys: what the weights of rank="query" are shares of.
 //
-//   norms[head, query] = log2( sum over whole blocks of its segment's candidates of kBlockUnits exp2(x(block's mean key))
-//                              + sum over candidates in no whole block of exp2(x(unit's mean key))
-//                              + what pass 1 has found / keys of a unit )
+//   norms[head, query] = the larger of
+//     log2( sum over whole blocks of its segment's candidates of kBlockUnits exp2(x(block's mean key))
+//           + sum over candidates in no whole block of exp2(x(unit's mean key))
+//           + what pass 1 has found / keys of a unit )
+//     log2( exp2(largest x(key) of sampled keys of those blocks) / keys of a unit )
 //
-//   x(key) = scale_log2 * query . key. Both sums over candidates count exp2(excess) times as much:
+//   x(key) = scale_log2 * query . key. Both sums over candidates of the first count exp2(excess) times as much:
 //   excess = min(kMostExcess, ln 2 / 4 * mean over sampled keys of x(key - mean of its block)^2)
 //   is half of what single keys add to what their means weigh, if scores are normal; it is 0 where no block is whole. A
 //   norm is less x(centre) where unit_rows has keys less the centre, and 0 where it is not finite. For e4m3 the kernel also
 //   finds how the queries of each segment are scaled.
 //
 // Means of blocks hide a key that a query looks for, so that such a query's norm comes out too small and what it looks
-// for too large: it comes first. One that came out too large would come last, hence the bound.
+// for too large: it comes first. One that came out too large would come last, hence the bound. Where scores spread so far
+// that norms come out too small by a lot, all of such a query's keys would come before those of other queries: a single key
+// is a floor that never overstates.
 #include "sm80/attention.cuh"
 #include "selection/unit_tile.cuh"
 
@@ -21,7 +25,8 @@ struct QueryNormsParams {
   Tensor<const uint16> q;    // [batch, heads, seqlen_q, head_dim]
   const uint16* block_keys;  // [batch * kv_heads, 1 + blocks, kHeadDim]
   const uint16* unit_means;  // [batch * kv_heads, units, kHeadDim]
-  const uint16* deviations;  // [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]: half of keys less their block's mean
+  const uint16* sampled_keys;  // [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]
+  const uint16* deviations;  // like sampled_keys: half of these less their block's mean
   const float2* state;       // [batch * heads, seqlen_q] (m in log2 units, l) of pass 1
   const int* key_exponents;  // [batch * kv_heads]
   float* norms;              // [batch * heads, seqlen_q]
@@ -58,20 +63,39 @@ struct NormTraits {
     uint16 rows[kBuffers][kStep * kHeadDim];
     uint16 centre[kHeadDim];
     float longest[kThreads / 32];
+    // Of each query: what pass 1 has left; what scores of sampled keys tell; the largest of these.
+    float2 own[kQueries];
+    int key_exponent;
+    float excess[kQueries], largest[kQueries];
   };
 };
 
 // Units that are candidates and in no whole block of candidates: some before the segment's own keys; without causality
-// also behind these, and at the end of all. Fewer than kBlockUnits each.
+// also behind these, and at the end of all. Fewer than kBlockUnits each. `begin`: of the own keys, in units.
 struct UnitsBetween {
   int first, end;
   // `part`: 0 to 2. Worked out when it is asked for: registers are few.
-  __device__ __forceinline__ UnitsBetween(const Geometry& g, int segment, int part) {
+  __device__ __forceinline__ UnitsBetween(const Geometry& g, int segment, int begin, int part)
+      : first(begin & ~(kBlockUnits - 1)), end(begin) {
+    if (part == 0) return;
     constexpr int kMask = kBlockUnits - 1;
-    const int begin = g.dense_begin(segment) >> g.unit_shift, units = g.units();
-    const int behind = begin + (units - g.ranked(segment)), whole = units & ~kMask, next = behind + kMask & ~kMask;
-    first = part == 0 ? begin & ~kMask : part == 1 ? behind : whole;
-    end = part == 0 ? begin : part == 1 ? min(next, units) : whole >= next ? units : whole;
+    const int units = g.units(), behind = begin + (units - g.ranked(segment));
+    const int whole = units & ~kMask, next = behind + kMask & ~kMask;
+    first = part == 1 ? behind : whole;
+    end = part == 1 ? min(next, units) : whole >= next ? units : whole;
+  }
+};
+
+// Whole blocks of candidates: those before the segment's own keys, and those from `second` up to `end` behind them.
+// Worked out likewise.
+struct WholeBlocks {
+  int before, second, end;
+  __device__ __forceinline__ WholeBlocks(const Geometry& g, int segment, int begin)
+      : before(begin / kBlockUnits), second(before), end(before) {
+    if (g.is_causal) return;
+    const int units = g.units();
+    second = (begin + (units - g.ranked(segment)) + kBlockUnits - 1) / kBlockUnits;
+    end = units / kBlockUnits;
   }
 };
 
@@ -84,24 +108,29 @@ struct QueryNorms {
 
   const QueryNormsParams& p;
   typename Traits::Shared& shared;
-  int lane, warp, head, kv_head, segment, first, count;  // `first`: of the block's queries, in the segment
+  int lane, warp, head, kv_head, segment;
+  int first, count;                // queries of the block
   uint4 a[kOfWarp][kGroups][2];    // of queries lane / 4 and 8 more, dimensions 8 t .. 8 t + 7 of each 32, t = lane % 4
   float s[kOfWarp][kRowTiles][4];  // their products, [2 h + e] those with row_of(e) of each 8 of kPart rows
   float m[kOfWarp][2], l[kOfWarp][2], centre[kOfWarp][2];
-  float squares[kOfWarp][2];  // of sampled keys' scores
-  float2 own;     // of pass 1: of the row that is the lane's among its quad's
-  int of_keys;    // the exponent of keys
 
   __device__ __forceinline__ QueryNorms(const QueryNormsParams& p_, typename Traits::Shared& shared_)
       : p(p_), shared(shared_), lane(threadIdx.x % 32), warp(__shfl_sync(kFullWarp, threadIdx.x / 32, 0)) {
-    const uint32 block = blockIdx.x, of_head = p.head_tiles, tile = block % of_head;
+    locate();
+  }
+  // Which queries are the block's. Behind all steps again, as registers are few through them.
+  __device__ __forceinline__ void locate() {
+    uint32 block = blockIdx.x;
+    asm volatile("" : "+r"(block));
+    const uint32 of_head = p.head_tiles, tile = block % of_head;
     head = block / of_head;
     kv_head = head / p.shared_heads;
     segment = tile / p.tiles;
-    first = tile % p.tiles * Traits::kQueries;
-    count = p.geometry.query_count(segment);
+    const int before = tile % p.tiles * Traits::kQueries;  // of the segment's
+    first = p.geometry.query_begin(segment) + before;
+    count = p.geometry.query_count(segment) - before;
   }
-  __device__ __forceinline__ int row(int i, int h) const { return first + (warp * kOfWarp + i) * 16 + lane / 4 + h * 8; }
+  __device__ __forceinline__ int row(int i, int h) const { return (warp * kOfWarp + i) * 16 + lane / 4 + h * 8; }
   // Which of 8 rows column lane % 4 * 2 + e of a product is with: so that reads of rows meet no two in a bank.
   __device__ __forceinline__ int row_of(int e) const { return lane % 4 + e * 4; }
   // Zeros past head_dim; past the segment's last query that one. `load(from, first, dims)`: elements first .. first + 7 of
@@ -109,7 +138,7 @@ struct QueryNorms {
   template <class Load>
   __device__ __forceinline__ void load_queries(const Load& load) {
     const uint16* queries =
-        p.q.at(head / p.heads, head % p.heads) + static_cast<int64>(p.geometry.query_begin(segment)) * p.q.row;
+        p.q.at(head / p.heads, head % p.heads) + static_cast<int64>(first) * p.q.row;
     const int column = lane % 4 * 8, dims = p.geometry.head_dim - column;  // from this thread's first on
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i)
@@ -186,10 +215,27 @@ struct QueryNorms {
         m[i][h] = top;
       }
   }
-  // Adds up the squares of the scores of sampled keys. Their step has zeros past the last one.
-  __device__ __forceinline__ void add_squares(uint32 rows) {
+  // The largest score of the rows that count. NaN is none: it is in the mean of its block, too.
+  template <class Counts>
+  __device__ __forceinline__ void find_largest(const Counts& counts) {
 #pragma unroll
-    for (int i = 0; i < kOfWarp; ++i) squares[i][0] = squares[i][1] = 0.f;
+    for (int j = 0; j < kRowTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const bool is_in = counts(j * 8 + row_of(e));
+#pragma unroll
+        for (int i = 0; i < kOfWarp; ++i)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float x = s[i][j][2 * h + e] * p.scale_log2;
+            m[i][h] = fmaxf(m[i][h], is_in ? x : -infinity());
+          }
+      }
+  }
+  // To shared memory, as registers are few, by the squares of the scores of deviations. Their step has zeros past the
+  // last one.
+  __device__ __forceinline__ void find_excess(uint32 rows) {
+    float squares[kOfWarp][2] = {};
 #pragma unroll 1
     for (int first_row = 0; first_row < sampled_keys(); first_row += kPart) {
       multiply(rows + first_row * (Traits::kHeadDim * 2));
@@ -203,6 +249,16 @@ struct QueryNorms {
             squares[i][e / 2] = fmaf(x, x, squares[i][e / 2]);
           }
     }
+#pragma unroll
+    for (int i = 0; i < kOfWarp; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float sum = squares[i][h];
+        sum += __shfl_xor_sync(kFullWarp, sum, 1);
+        sum += __shfl_xor_sync(kFullWarp, sum, 2);
+        if (lane % 4 == 0) shared.excess[row(i, h)] = excess(sum / max(sampled_keys(), 1));
+      }
+    __syncwarp();
   }
   // Scores of the centre, each column of a product alike.
   __device__ __forceinline__ void find_centre() {
@@ -229,36 +285,49 @@ struct QueryNorms {
       cp_async_16_or_zeros(chunk_address<Traits>(to, first_row + i, chunk),
                            rows + static_cast<int64>(place(first_row + i)) * Traits::kHeadDim, first_row + i < there);
   }
-  // What pass 1 has left, the first rows and queries are all on their way before any of them is waited for.
+  // What pass 1 has left, the first rows and queries are all on their way before any of them is waited for. Sampled keys
+  // come first, as what they tell needs few registers.
   __device__ __forceinline__ void walk() {
-    load_own();
+    constexpr int kStep = Traits::kStep, kOfBlock = spec::kSampledOfBlock;
     const Geometry& g = p.geometry;
-    const int begin = g.dense_begin(segment) >> g.unit_shift, units = g.units();
-    const int behind = begin + (units - g.ranked(segment)), blocks = units / kBlockUnits;
+    const int begin = g.dense_begin(segment) >> g.unit_shift, units = g.units(), blocks = units / kBlockUnits;
     const int last = g.is_causal ? begin / kBlockUnits : blocks;  // blocks that may count
     const uint16* of_centre = p.block_keys + static_cast<int64>(kv_head) * (1 + blocks) * Traits::kHeadDim;
-    const uint16* of_blocks = of_centre + Traits::kHeadDim;
-    const uint16* of_units = p.unit_means + static_cast<int64>(kv_head) * units * Traits::kHeadDim;
-    // Those before the segment's own keys, and those from `second` on behind them.
-    const int before = begin / kBlockUnits, second = g.is_causal ? last : (behind + kBlockUnits - 1) / kBlockUnits;
-    const int steps = (last + Traits::kStep - 1) / Traits::kStep;
+    const int samples = 1 + (last * kOfBlock + kStep - 1) / kStep;  // steps of deviations and of sampled keys
+    const int steps = samples + (last + kStep - 1) / kStep;
     const int all = steps + (g.is_causal ? begin % kBlockUnits > 0 : 3);
     const auto load = [&](int step) {
-      if (step < all) {
-        const uint16* rows = of_blocks + static_cast<int64>(step) * (Traits::kStep * Traits::kHeadDim);
-        int there = last - step * Traits::kStep;
+      const uint32 to = shared_address(shared.rows[step % Traits::kBuffers]);
+      int number = kv_head;
+      asm volatile("" : "+r"(number));  // or where arrays begin takes registers through all steps
+      const int64 of_head = number;
+      if (step == 0) {
+        load_deviations(to);
+      } else if (step < samples) {
+        const int row = (step - 1) * kStep;
+        load_rows(to, p.sampled_keys + (of_head * blocks * kOfBlock + row) * Traits::kHeadDim, last * kOfBlock - row,
+                  [](int r) { return r; });
+      } else if (step < all) {
+        const int row = (step - samples) * kStep;
+        const uint16* rows = p.block_keys + (of_head * (1 + blocks) + 1 + row) * Traits::kHeadDim;
+        int there = last - row;
         if (step >= steps) {
-          const UnitsBetween between(g, segment, step - steps);
-          rows = of_units + static_cast<int64>(between.first) * Traits::kHeadDim;
+          const UnitsBetween between(g, segment, begin, step - steps);
+          rows = p.unit_means + (of_head * units + between.first) * Traits::kHeadDim;
           there = between.end - between.first;
         }
-        load_rows(shared_address(shared.rows[step % Traits::kBuffers]), rows, there, [](int r) { return r; });
-      } else if (step == all) {
-        load_sampled(shared_address(shared.rows[step % Traits::kBuffers]));
+        load_rows(to, rows, there, [](int r) { return r; });
       }
       cp_async_commit();
     };
     constexpr int kAhead = Traits::kBuffers - 1;
+    const auto next = [&](int step) {
+      cp_async_wait<kAhead - 1>();
+      __syncthreads();  // and every warp is done with the step before, whose buffer is free
+      load(step + kAhead);
+      return shared_address(shared.rows[step % Traits::kBuffers]);
+    };
+    load_own();
     if (threadIdx.x < Traits::kHeadDim / 8)
       cp_async_16(shared_address(shared.centre + threadIdx.x * 8), of_centre + threadIdx.x * 8);
 #pragma unroll 1
@@ -268,25 +337,46 @@ struct QueryNorms {
     });
     if (!p.aligned) load_queries(load_unaligned);  // in a branch of each row loads would wait for one another
     if (p.query_scales) find_longest();
+    asm volatile("" : "+r"(lane), "+r"(kv_head), "+r"(segment));  // likewise what follows from these
+    find_excess(next(0));
+    start();
 #pragma unroll 1
-    for (int step = 0; step < all; ++step) {
-      cp_async_wait<kAhead - 1>();
-      __syncthreads();  // and every warp is done with the step before, whose buffer is free
-      load(step + kAhead);
-      const uint32 rows = shared_address(shared.rows[step % Traits::kBuffers]);
+    for (int step = 1; step < samples; ++step) {
+      const uint32 rows = next(step);
+      const WholeBlocks whole(g, segment, begin);
+      const int row = (step - 1) * kStep, first_end = whole.before * kOfBlock - row, end = whole.end * kOfBlock - row;
+      const int second_first = whole.second * kOfBlock - row;
+#pragma unroll 1
+      for (int at = 0; at < min(end, kStep); at += kPart) {
+        multiply(rows + at * (Traits::kHeadDim * 2));
+        if (at + kPart <= first_end) {  // as nearly always; without a branch for each row
+          find_largest([](int) { return true; });
+        } else {
+          find_largest([&](int r) {
+            const int there = at + r;
+            return there < first_end | (there >= second_first & there < end);
+          });
+        }
+      }
+    }
+    keep_largest();
+    start();
+#pragma unroll 1
+    for (int step = samples; step < all; ++step) {
+      const uint32 rows = next(step);
       if (step < steps) {
-        const int row = step * Traits::kStep, first_end = before - row, second_first = second - row, end = last - row;
-        add_step(rows, kBlockShift, g.is_causal ? first_end : end, first_end >= Traits::kStep,
+        const WholeBlocks whole(g, segment, begin);
+        const int row = (step - samples) * kStep, first_end = whole.before - row, end = whole.end - row;
+        const int second_first = whole.second - row;
+        add_step(rows, kBlockShift, g.is_causal ? first_end : end, first_end >= kStep,
                  [&](int r) { return r < first_end || (r >= second_first && r < end); });
       } else {
-        const UnitsBetween between(g, segment, step - steps);
+        const UnitsBetween between(g, segment, begin, step - steps);
         const int there = between.end - between.first;
         add_step(rows, 0.f, there, false, [&](int r) { return r < there; });
       }
     }
     cp_async_wait<0>();
-    __syncthreads();
-    add_squares(shared_address(shared.rows[all % Traits::kBuffers]));  // one step of the loop for it would spill
   }
   // Blocks whose keys are sampled: those before the segment, without causality all.
   __device__ __forceinline__ int sampled_blocks() const {
@@ -298,7 +388,7 @@ struct QueryNorms {
   }
   // Where blocks have more keys than are sampled, blocks evenly apart give one each, the next block its next one: keys may
   // repeat with a period.
-  __device__ __forceinline__ void load_sampled(uint32 to) const {
+  __device__ __forceinline__ void load_deviations(uint32 to) const {
     constexpr int kKeys = spec::kSampledKeys, kOfBlock = spec::kSampledOfBlock;
     const int blocks = sampled_blocks(), all_blocks = p.geometry.units() / kBlockUnits;
     const uint16* from = p.deviations + static_cast<int64>(kv_head) * all_blocks * (kOfBlock * Traits::kHeadDim);
@@ -307,12 +397,35 @@ struct QueryNorms {
     });
   }
   __device__ __forceinline__ int64 of_queries() const {
-    return static_cast<int64>(head) * p.geometry.seqlen_q + p.geometry.query_begin(segment);
+    return static_cast<int64>(head) * p.geometry.seqlen_q + first;
   }
   __device__ __forceinline__ void load_own() {
-    const int part = lane % (2 * kOfWarp), r = row(part / 2, part % 2);
-    own = r < count ? p.state[of_queries() + r] : make_float2(0.f, 0.f);
-    of_keys = p.query_scales ? p.key_exponents[kv_head] : 0;
+    if (threadIdx.x < Traits::kQueries) {
+      const float2* state = p.state + of_queries() + min(static_cast<int>(threadIdx.x), count - 1);
+      cp_async_4(shared_address(&shared.own[threadIdx.x].x), &state->x);
+      cp_async_4(shared_address(&shared.own[threadIdx.x].y), &state->y);
+    }
+    if (threadIdx.x == 0 && p.query_scales) cp_async_4(shared_address(&shared.key_exponent), p.key_exponents + kv_head);
+  }
+  static __device__ __forceinline__ float largest_of_quad(float x) {
+    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
+    return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
+  }
+  __device__ __forceinline__ void start() {
+#pragma unroll
+    for (int i = 0; i < kOfWarp; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) m[i][h] = -infinity(), l[i][h] = 0.f;
+  }
+  // To shared memory, too.
+  __device__ __forceinline__ void keep_largest() const {
+#pragma unroll
+    for (int i = 0; i < kOfWarp; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float largest = largest_of_quad(m[i][h]);
+        if (lane % 4 == 0) shared.largest[row(i, h)] = largest;
+      }
   }
   __device__ __forceinline__ void store() const {
     const int64 of_head = of_queries();
@@ -320,23 +433,19 @@ struct QueryNorms {
     for (int i = 0; i < kOfWarp; ++i)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float of_sample = squares[i][h];
-        of_sample += __shfl_xor_sync(kFullWarp, of_sample, 1);
-        of_sample += __shfl_xor_sync(kFullWarp, of_sample, 2);
-        const float of_row = m[i][h] + excess(of_sample / max(sampled_keys(), 1));
-        float top = of_row;
-        top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
-        const int r = row(i, h), from = lane / 4 * 4 + i * 2 + h;
-        const float own_m = __shfl_sync(kFullWarp, own.x, from), own_l = __shfl_sync(kFullWarp, own.y, from);
-        const float of_own = own_l == 0.f ? -infinity() : own_m - p.geometry.unit_shift;
+        const float of_row = m[i][h] + shared.excess[row(i, h)], top = largest_of_quad(of_row);
+        const int r = row(i, h);
+        const float2 own = shared.own[r];
+        const float of_own = own.y == 0.f ? -infinity() : own.x - p.geometry.unit_shift;
         const float base_of = fmaxf(top, of_own), base = base_of == -infinity() ? 0.f : base_of;
         float sum = l[i][h] * exp2_approx(of_row - base);
         sum += __shfl_xor_sync(kFullWarp, sum, 1);
         sum += __shfl_xor_sync(kFullWarp, sum, 2);
-        sum += own_l * exp2_approx(of_own - base);
-        const float norm = base + __log2f(sum) - (p.less_centre ? centre[i][h] : 0.f);
-        if (r < count && lane % 4 == 0) p.norms[of_head + r] = fabsf(norm) < infinity() ? norm : 0.f;
+        sum += own.y * exp2_approx(of_own - base);
+        if (r >= count || lane % 4 != 0) continue;
+        float norm = max_or_nan(base + __log2f(sum), shared.largest[r] - p.geometry.unit_shift);
+        if (p.less_centre) norm -= centre[i][h];
+        p.norms[of_head + r] = fabsf(norm) < infinity() ? norm : 0.f;
       }
   }
   // A warp's longest query.
@@ -371,6 +480,7 @@ struct QueryNorms {
     float longest = shared.longest[0];
 #pragma unroll
     for (int w = 1; w < Traits::kThreads / 32; ++w) longest = fmaxf(longest, shared.longest[w]);
+    const int of_keys = shared.key_exponent;
     const int exponent = min(kQueryExponent - half_exponent(longest), kMostExponent - of_keys);
     p.query_scales[static_cast<int64>(head) * p.geometry.segments() + segment] =
         make_float2(p.scale_log2 * power_of_two(exponent), power_of_two(exponent + of_keys));
@@ -381,12 +491,9 @@ struct QueryNorms {
 template <class Traits>
 __device__ __forceinline__ void query_norms(const QueryNormsParams& p, typename Traits::Shared& shared) {
   QueryNorms<Traits> norms(p, shared);
-  if (p.geometry.ranked(norms.segment) <= 0 || norms.first >= norms.count) return;
-#pragma unroll
-  for (int i = 0; i < Traits::kOfWarp; ++i)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) norms.m[i][h] = -infinity(), norms.l[i][h] = 0.f;
+  if (p.geometry.ranked(norms.segment) <= 0 || norms.count <= 0) return;
   norms.walk();
+  norms.locate();
   if (p.less_centre) norms.find_centre();  // late: registers are few
   if (p.query_scales) norms.store_scale();
   norms.store();

@@ -21,6 +21,8 @@ struct RankKeysParams {
   uint16* order_head_scores;  // [chunk rows, kOrderHead]: of the first that key_strata or key_middle leaves in k_order
   int* middle;             // [chunk rows, kMiddle]: the first of key_strata's order, of rows of more than kMiddleFrom
   uint16* middle_scores;   // [chunk rows, kMiddle]
+  const float* taus;       // [batch * heads] of each head, or null: tau is of all
+  int* least_keys;         // [batch * heads, segments]: keys of units that weigh tau / kLeastParts or more; null: not wanted
   Geometry geometry;
   Chunk chunk;
   int heads, kv_heads;
@@ -31,6 +33,7 @@ struct RankKeysParams {
   int strata_blocks;       // blocks of key_strata that cover a long and a short row
   int aligned;             // every row of q starts on 16 bytes
   float scale_log2;        // |scale| * log2(e); of rank="query" with the sign of the scale
+  float tau;
   Pages pages;             // of a paged cache
 };
 

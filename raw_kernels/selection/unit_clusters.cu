@@ -6,8 +6,8 @@
 //     cluster_shares [batch * kv_heads, units, kClusters]: log2 of a group's part of the unit's keys, float16; -inf where
 //                    a group has none
 //     unit_means     [batch * kv_heads, units, kHeadDim]
-//     deviations     [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]: the first keys of units evenly apart in each block
-//                    of units; unit_rows takes the block's mean off
+//     sampled_keys   [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]: the first keys of units evenly apart in each block
+//                    of units
 //
 // The first centre is the key furthest from the unit's mean, each further one the key furthest from all centres before it,
 // of equally far ones the first. A key belongs to the centre nearest to it, of equally near ones the first. Where a unit has
@@ -21,7 +21,7 @@ struct UnitClustersParams {
   uint16* cluster_keys;     // [batch * kv_heads, units, clusters, kHeadDim]; null: not wanted, as each key is a group
   uint16* cluster_shares;   // [batch * kv_heads, units, clusters]
   uint16* unit_means;       // [batch * kv_heads, units, kHeadDim]
-  uint16* deviations;       // [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]
+  uint16* sampled_keys;     // [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]
   Geometry geometry;
   int kv_heads;
   int head_blocks;          // blocks that cover a KV head's units
@@ -84,7 +84,7 @@ __device__ __forceinline__ void unit_clusters(const UnitClustersParams& p, typen
     static_assert(spec::kBlockUnits % spec::kSampledOfBlock == 0);
     if (is_unit && number % kApart == kApart / 2 && number < blocks * spec::kBlockUnits) {
       read(x, begin_row);
-      store(p.deviations + (static_cast<int64>(kv_head) * blocks * spec::kSampledOfBlock + number / kApart) * kHeadDim, x);
+      store(p.sampled_keys + (static_cast<int64>(kv_head) * blocks * spec::kSampledOfBlock + number / kApart) * kHeadDim, x);
     }
     if (p.cluster_keys == nullptr) continue;
     const bool each_key = 1 << g.unit_shift == kClusters;

@@ -3,7 +3,7 @@
 //   block_keys [batch * kv_heads, 1 + blocks, kHeadDim], in the input's dtype: the centre, which is the mean of the first
 //              units' means; then of each kBlockUnits neighbouring whole units the mean of their means
 //   deviations [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]: half of what each block's sampled keys differ from its
-//              mean by. They overwrite these keys, which unit_clusters has left there, so that a launch cannot be repeated
+//              mean by
 //   unit_rows  [batch * kv_heads, tiles, bytes of a tile]: cluster_keys less the centre in 8 bits, in the order in which they
 //              are multiplied (unit_tile.cuh)
 //   row_shares [batch * kv_heads, tiles, 64]: cluster_shares in that order
@@ -30,7 +30,8 @@ struct UnitRowsParams {
   const uint16* cluster_keys;    // [batch * kv_heads, units, clusters, kHeadDim]; null: each key is a group
   const uint16* cluster_shares;  // [batch * kv_heads, units, clusters]
   uint16* block_keys;            // [batch * kv_heads, 1 + blocks, kHeadDim]
-  uint16* deviations;            // [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]: of sampled keys
+  const uint16* sampled_keys;    // [batch * kv_heads, kSampledOfBlock * blocks, kHeadDim]
+  uint16* deviations;            // like sampled_keys
   uint32* unit_rows;             // [batch * kv_heads, tiles, bytes of a tile / 4]: four bytes each; null: not wanted
   uint16* row_shares;            // [batch * kv_heads, tiles, 64]
   int* key_exponents;            // [batch * kv_heads], of unit_rows alone
@@ -142,13 +143,14 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
       centre_row[pair] = mean;
     } else {
       const int64 of_head_block = static_cast<int64>(kv_head) * (units / kBlockUnits) + block;
-      uint16* sampled = p.deviations + of_head_block * spec::kSampledOfBlock * kHeadDim + pair * 2;
+      const int64 of_samples = of_head_block * spec::kSampledOfBlock * kHeadDim + pair * 2;
+      const uint16* sampled = p.sampled_keys + of_samples;
       uint32 keys[spec::kSampledOfBlock];
 #pragma unroll
-      for (int j = 0; j < spec::kSampledOfBlock; ++j) keys[j] = *reinterpret_cast<uint32*>(sampled + j * kHeadDim);
+      for (int j = 0; j < spec::kSampledOfBlock; ++j) keys[j] = *reinterpret_cast<const uint32*>(sampled + j * kHeadDim);
 #pragma unroll
       for (int j = 0; j < spec::kSampledOfBlock; ++j)  // half, as a difference of two float16 may be more than float16 holds
-        *reinterpret_cast<uint32*>(sampled + j * kHeadDim) =
+        *reinterpret_cast<uint32*>(p.deviations + of_samples + j * kHeadDim) =
             Element::pack((Element::low(keys[j]) - low) * .5f, (Element::high(keys[j]) - high) * .5f);
     }
   }

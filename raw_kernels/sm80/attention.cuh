@@ -363,6 +363,10 @@ struct AttentionTile {
     return small;
   }
 
+  // Whether so many key tiles of block_n have all keys that the tile has to visit.
+  __device__ __forceinline__ bool may_stop(int visited) const {
+    return visited * params.steps_per_tile * kStep >= shared.least_keys;
+  }
   // Of a ladder: the largest share of l that the mass since the last stop check is.
   __device__ __forceinline__ float largest_gain(int rows) const {
     float largest = 0.f;
@@ -470,15 +474,15 @@ struct AttentionTile {
       bool stop = false;
       uint32 stops = 0;  // of a ladder
       if (step + 1 == steps || (kStops && step + 1 == (visited + 1) * params.steps_per_tile)) {
+        ++visited;
         if constexpr (kWalksLadder<Traits>) {
           stops = ladder.votes(largest_gain(rows), shared.p_column[lane % kLadder]);
           stop_check(rows);
         } else if constexpr (kStops) {
-          stop = stop_check(rows, shared.tau);
+          stop = stop_check(rows, shared.tau) && may_stop(visited);
         } else {
           stop_check(rows);
         }
-        ++visited;
       }
       cp_async_wait<2 * (kStages - 1)>();
       if constexpr (kWalksLadder<Traits>) {

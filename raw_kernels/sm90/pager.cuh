@@ -33,10 +33,10 @@ __device__ __forceinline__ void produce_from_pages(const Params& params, typenam
   };
   const auto announce = [&](uint32 nth, int q_tile) {
     if (q_tile < 0) {
-      publish<2>(shared, nth, q_tile);
+      publish<2>(shared, nth, q_tile, [](uint32) {});
     } else {
       const QTile tile = describe<kBlockN>(params, Rows(params, q_tile));
-      publish<2>(shared, nth, q_tile, &tile);
+      publish<2>(shared, nth, q_tile, [&](uint32 place) { shared.described[place] = tile; });
     }
   };
   if (threadIdx.x == 0) announce(0, next_q_tile<Rows>(params));

@@ -21,6 +21,16 @@ __device__ __forceinline__ void take_next(const Params& params, Shared& shared) 
   shared.next.keys = rows.keys(params.geometry);
   shared.next.rows = rows.count;
   shared.next.tau = params.tau_of(rows.head, shared.next.keys);
+  shared.next.least_keys = rows.least_keys(params);
+}
+
+// Tells the block its q tile number `n`, which take_next has taken.
+template <class Shared>
+__device__ __forceinline__ void publish_next(Shared& shared, uint32 n) {
+  publish<2>(shared, n, shared.next.q_tile, [&](uint32 place) {
+    shared.tau[place] = shared.next.tau;
+    shared.least_keys[place] = shared.next.least_keys;
+  });
 }
 
 // Looks up the next q tile's rows and first keys early: nobody knows when this one will stop, and a lookup takes as
@@ -83,7 +93,7 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
   };
   if (thread == 0) {
     take_next<Rows>(params, shared);
-    publish<2>(shared, 0, shared.next.q_tile, nullptr, shared.next.tau);
+    publish_next(shared, 0);
   }
   Ring<kStages> k_ring, v_ring;
   uint32 voted = 0;  // stop checks of the q tiles before this one
@@ -268,7 +278,7 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
       look_up_next<Rows>(params, shared, row, key_row);
     }
     // Rows of the q tile before this one are read until it is done, and there is room for two.
-    if (threadIdx.x == 0) publish<2>(shared, nth + 1, shared.next.q_tile, nullptr, shared.next.tau);
+    if (threadIdx.x == 0) publish_next(shared, nth + 1);
   }
 }
 

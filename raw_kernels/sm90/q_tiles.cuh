@@ -64,15 +64,14 @@ __device__ __forceinline__ QTile describe(const AttentionParams& params, const R
 }
 
 // Tells the block its q tile number `n`, once all but kKnown - 1 of those before are done; one thread of the producer.
-template <int kKnown, class Shared>
-__device__ __forceinline__ void publish(Shared& shared, uint32 n, int q_tile, const QTile* tile = nullptr,
-                                        float tau = 0.f) {
+// `describe(place)` writes what else is to be known of it.
+template <int kKnown, class Shared, class Describe>
+__device__ __forceinline__ void publish(Shared& shared, uint32 n, int q_tile, const Describe& describe) {
   static_assert(kKnown < kPlaces, "nobody reads the place any more");
   if (n >= kKnown) barrier_wait(shared.q_tile_empty[(n - kKnown) % kPlaces], (n - kKnown) / kPlaces & 1);
   const uint32 place = n % kPlaces;
   shared.q_tile[place] = q_tile;
-  shared.tau[place] = tau;
-  if (tile) shared.described[place] = *tile;
+  describe(place);
   barrier_arrive(shared.q_tile_full[place]);
 }
 

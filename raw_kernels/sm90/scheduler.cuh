@@ -18,13 +18,13 @@ __device__ __forceinline__ void schedule(const Mapped<Params>& params, typename 
   for (uint32 nth = 0;; ++nth) {
     const int q_tile = q_tile_from<Rows>(p, taken, take);
     if (q_tile < 0) {
-      publish<3>(shared, nth, q_tile);
+      publish<3>(shared, nth, q_tile, [](uint32) {});
       return;
     }
     taken = take();
     const Rows rows(p, q_tile);
     const QTile described = describe<Traits::kBlockN>(p, rows);
-    publish<3>(shared, nth, q_tile, &described);
+    publish<3>(shared, nth, q_tile, [&](uint32 place) { shared.described[place] = described; });
     const uint32 slot = nth % Traits::kQueryPlaces;
     barrier_wait(shared.q_empty[slot], (nth / Traits::kQueryPlaces & 1) ^ 1);
     barrier_expect(shared.q_full[slot], Traits::kBlockM * Traits::kHeadDim * 2);

@@ -68,7 +68,7 @@ struct QTile {
 // What the gathering producer knows of its next q tile before that is published.
 struct NextTile {
   const int *q_order, *k_order;
-  int q_tile, begin, rows, keys;
+  int q_tile, begin, rows, keys, least_keys;
   float tau;
   int row[kWarpgroup], unit[kWarpgroup];  // looked up by each thread of the producer
 };
@@ -110,6 +110,7 @@ struct Traits {
     int q_tile[kPlaces];             // this q tile and others; -1 at the end
     QTile described[kPlaces];        // pass 1: the same, worked out
     float tau[kPlaces];              // pass 2: of their heads
+    int least_keys[kPlaces];         // pass 2: to visit before they may stop
     NextTile next;                   // pass 2
     uint32 v_nonfinite[2];           // pass 1, of a masked value tile: a byte a checking warp, 1 if it found any
     uint64 votes[kVoteSlots];        // a byte a consumer warp: 1 to stop; of a ladder a bit for each tau

@@ -20,6 +20,8 @@ __device__ __forceinline__ void vote(Consumer<Traits>& my, int rows, uint32 n, u
     small = __all_sync(kFullWarp, stop_check(my, rows, tau));
   }
   if (my.lane == 0) {
+    const int visited = static_cast<int>(n + 1) * kStopCheckKeys;
+    if (visited < my.shared.least_keys[nth % kPlaces]) small = 0;
     const int warp = threadIdx.x / 32 - 4;
     reinterpret_cast<volatile unsigned char*>(&my.shared.votes[(my.voted + n) % kVoteSlots])[warp] = small;
     barrier_arrive(my.shared.voted[(my.voted + n) % kVoteSlots]);

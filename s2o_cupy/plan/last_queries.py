@@ -44,7 +44,7 @@ MERGE_LAST = Family(
 OF_PARTS = {
     "out": "part_out", "lse": "part_lse", "visited": "part_visited", "next_q_tile": "part_counters",
     "lists.entries": "part_entries", "lists.begins": "part_begins", "lists.keys": "part_keys", "state": "", "taus": "",
-    "q_order": "", "k_order": "",
+    "least_keys": "", "q_order": "", "k_order": "",
 }  # fmt: skip
 
 

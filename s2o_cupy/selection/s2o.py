@@ -13,6 +13,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..plan import head_taus
 from ..plan.build import Array, Builder, InTurns, Launch
 from ..plan.kernels import Inputs, Kernel, Path
 from ..plan.last_queries import LastQueries
@@ -156,10 +157,12 @@ class S2O:
             ("middle", (self.middle_rows, MIDDLE), "int32"),
             ("middle_scores", (self.middle_rows, MIDDLE), "float16"),
         ]
+        least_keys: list[Array] = [("least_keys", (s.heads, segments), "int32")]
         found: list[Array | InTurns] = [
             ("guide", (s.kv_heads if self.orders_queries else 0, 2, width), "float32"),
             ("means", (s.heads, segments, self._pooled_queries, width), "uint16"),
             ("q_order", (s.heads, segments, geometry.segment), "int32"),
+            *(least_keys if s.config.has_least_keys else []),
             InTurns(
                 self.last.arrays() if self.last else [],
                 [
@@ -222,6 +225,7 @@ class S2O:
             "key_blocks": 0,
             "strata_blocks": strata_blocks(chunk),
             "scale_log2": self.order.scale_log2,
+            "tau": head_taus.as_float32(self.setting.config.of_pass.tau),
             "pages": build.pages,
         }
         found = [self.order.scores(build, chunk, values)]

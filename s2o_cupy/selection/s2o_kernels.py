@@ -81,4 +81,4 @@ def key_middle() -> Kernel:
 
 def key_order_head() -> Kernel:
     digits, warps = 32, THREADS // 32
-    return Kernel(KEY_ORDER_HEAD, shared_bytes=ORDER_HEAD * 4 + digits * THREADS * 2 + digits * 4 + warps * 8)
+    return Kernel(KEY_ORDER_HEAD, shared_bytes=ORDER_HEAD * 4 + digits * THREADS * 2 + digits * 4 + warps * 12)

@@ -136,7 +136,10 @@ class S2OConfig:
         segment's own keys are attended densely; every earlier key is a candidate.
     tau : float or sequence of float, optional
         Stop threshold: a tile of queries stops after the key tile that adds less than ``tau`` of the
-        softmax mass found so far to every one of its rows. 0 never stops and gives dense attention. A number for all
+        softmax mass found so far to every one of its rows. With rank "query" and its ``tail`` it also visits every unit
+        that holds a key of half of ``tau`` of the mass of any of its segment's queries or more, by the estimate that
+        orders keys: a few queries whose keys come first do not end it before others have had their turn. 0 never stops
+        and gives dense attention. A number for all
         heads, or one for each query head, all in one call. Default: 0.1 with rank "query" and its ``tail``, else 0.02,
         for segments with up to 32,768 earlier keys, beyond less by the square root of their number, as errors grow with
         it: half as much for 131,072 (`tau_of`).
@@ -354,6 +357,12 @@ class S2OConfig:
         """Whether unvisited candidates count. At tau 0 there are none."""
         by_default = self.rank == "query" and self.error is None
         return (by_default if self.tail is None else self.tail != "none") and not self.never_stops
+
+    @property
+    def has_least_keys(self) -> bool:
+        """Whether tiles of queries visit all that weighs a part of tau, by the estimate of single queries: what is
+        sampled of the rest speaks for it then."""
+        return self.rank == "query" and self.adds_tail
 
     @property
     def default_tau(self) -> float:

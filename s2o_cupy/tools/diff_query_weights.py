@@ -44,7 +44,8 @@ class QueryStages:
     shares: Array  # [B, Hkv, U, C] float16, log2 of their part of the unit
     means: Array  # [B, Hkv, U, D] of units
     blocks: Array  # [B, Hkv, 1 + blocks, D]: the centre, means of blocks
-    deviations: Array  # [B, Hkv, sampled keys, D], half of keys less their block's mean
+    sampled_keys: Array  # [B, Hkv, S, D]
+    deviations: Array  # [B, Hkv, S, D], half of these less their block's mean
     norms: Array  # [B, H, Lq]
     rows: Any = None  # [B, Hkv, U, C, D] in 8 bits, where products are of these, else None; NaN where no integer can be
     exponents: Any = None  # int32 [B, Hkv]: powers of two that e4m3 is multiplied by
@@ -58,7 +59,7 @@ def capture(stages: QueryStages | None, stage: str, host: Any, names: Any, dtype
     """Adds what the stage has left in the workspace. ``host(name)`` copies an array."""
     geometry, clusters = problem.geometry(config), config.groups
     batch, kv_heads, head_dim, units = problem.batch, problem.kv_heads, problem.head_dim, geometry.units
-    stages = stages or QueryStages(None, None, None, None, None, None)
+    stages = stages or QueryStages(None, None, None, None, None, None, None)
     as_floats = lambda name: host(name).view(dtype).astype(np.float32)  # noqa: E731
     if stage == "unit_keys" and "cluster_keys" not in names:  # each key is a group
         stages.means = as_floats("unit_means").reshape(batch, kv_heads, units, -1)[..., :head_dim]
@@ -78,8 +79,10 @@ def capture(stages: QueryStages | None, stage: str, host: Any, names: Any, dtype
     elif stage == "unit_rows":
         blocks = as_floats("block_keys").reshape(batch, kv_heads, 1 + units // BLOCK_UNITS, -1)
         stages.blocks = blocks[..., :head_dim]
-        sampled = as_floats("deviations")
-        stages.deviations = sampled.reshape(batch, kv_heads, *sampled.shape[1:])[..., :head_dim]
+        stages.sampled_keys, stages.deviations = (
+            x.reshape(batch, kv_heads, *x.shape[1:])[..., :head_dim]
+            for x in map(as_floats, ("sampled_keys", "deviations"))
+        )
         if "unit_scales" in names:
             stages.rows = _integers_in_order(host("unit_rows"), host("row_shares"), units, clusters)
             stages.steps = host("unit_scales")[:, :units].reshape(batch, kv_heads, units)
@@ -215,10 +218,13 @@ def compare_groups(rows: Any, got: QueryStages, k: Array, geometry: Geometry, cl
         )
         rows.floats("block means", got.blocks, blocks, size * (unit + UNIT32 * (BLOCK_UNITS + 4)) + smallest)
         of_blocks = ordering.block_keys(means)
-        sampled = ordering.deviations(k, of_blocks, geometry)
-        size = ordering.deviations(absolute, -np.abs(of_blocks), geometry)  # of both that are subtracted
-        allowed = np.abs(sampled) * unit + size * UNIT32 * (BLOCK_UNITS + 4)
-        rows.floats("sampled keys", got.deviations, sampled, allowed + smallest)
+        sampled = ordering.sampled_keys(k, of_blocks, geometry)
+        other = (got.sampled_keys != sampled.keys) & ~(np.isnan(got.sampled_keys) & np.isnan(sampled.keys))
+        rows.integers("sampled keys", np.where(other, np.inf, 0.0), int(other.sum()), "exact")
+        # Of both that are subtracted.
+        size = ordering.sampled_keys(absolute, -np.abs(of_blocks), geometry).deviations
+        allowed = np.abs(sampled.deviations) * unit + size * UNIT32 * (BLOCK_UNITS + 4)
+        rows.floats("deviations", got.deviations, sampled.deviations, allowed + smallest)
     if got.rows is None:
         return
     centre = got.blocks[:, :, :1, None].astype(np.float32)  # [B, Hkv, 1, 1, D]
@@ -313,14 +319,15 @@ def compare_norms(rows: Any, got: QueryStages, q: Array, own: Array, problem: Pr
 
     means, blocks = got.means.astype(np.float64), got.blocks.astype(np.float64)
     centre = None if got.rows is None else blocks[:, :, 0]
-    deviations = got.deviations.astype(np.float64)
-    want = ordering.query_norms(q, means, blocks[:, :, 1:], deviations, own, geometry, scale, centre)
+    sampled = ordering.Sampled(got.sampled_keys.astype(np.float64), got.deviations.astype(np.float64))
+    want = ordering.query_norms(q, means, blocks[:, :, 1:], sampled, own, geometry, scale, centre)
     group = problem.heads // problem.kv_heads
     finite = lambda x: np.where(np.isfinite(x), x, 0)  # noqa: E731
     # The excess is ln 2 times the mean of squared scores: scores off by x move it by 2 ln 2 times their root mean
     # square times x, which is at most twice the root of MOST_EXCESS ln 2, where it is bounded.
-    varied = 2 * math.sqrt(MOST_EXCESS * LN2) * deviations
-    longest = np.linalg.norm(finite(np.concatenate([means, blocks, varied], axis=2)), axis=-1).max(axis=-1)
+    varied = 2 * math.sqrt(MOST_EXCESS * LN2) * sampled.deviations
+    of_all = finite(np.concatenate([means, blocks, varied, sampled.keys], axis=2))
+    longest = np.linalg.norm(of_all, axis=-1).max(axis=-1)
     reach = np.linalg.norm(finite(q), axis=-1) * np.repeat(longest, group, axis=1)[..., None] * scale * LOG2E
     bound = 3 * reach * (problem.head_dim + 8) * UNIT32 + 2.0**-16 + geometry.units * UNIT32
     bound = bound + (np.abs(finite(own)) + np.abs(finite(want))) * 8 * UNIT32

@@ -35,6 +35,7 @@ class GpuStages:
     unit_keys: Array | None  # [B, Hkv, U, 2, D], of rank="weight"
     scores: list[Array]  # of each segment but those of dense_last [B, H, W] float16, of whole units
     k_order: list[Array]  # likewise int32 [B, H, W or W + 1], units: a short one is the last
+    least_keys: list[Array]  # likewise int32 [B, H]; 0 without `S2OConfig.has_least_keys`
     o1: Array  # [B, H, Lq, D], of the input's dtype
     m1: Array  # [B, H, Lq], natural log
     l1: Array  # [B, H, Lq]
@@ -70,6 +71,7 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig, cache: 
         unit_keys=None,
         scores=[np.empty((batch, heads, geometry.ranked(n)), np.float16) for n in range(ordered)],
         k_order=[np.empty((batch, heads, listed(n, geometry)), np.int32) for n in range(ordered)],
+        least_keys=[np.zeros((batch, heads), np.int32) for _ in range(ordered)],
         o1=None,
         m1=None,
         l1=None,
@@ -106,12 +108,14 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig, cache: 
         elif stage == "rank_keys":
             chunk = arrays["chunk"]
             scores, orders = host("scores"), host("k_order")
+            least = host("least_keys") if config.has_least_keys else np.zeros((batch * heads, segments), np.int32)
             for n in range(chunk.first_segment, chunk.first_segment + chunk.segments):
                 ranked = s2o.ranked_units(n, geometry)
                 for i in range(chunk.heads):
                     at, row = divmod(chunk.first_head + i, heads), chunk.place(chunk.first_head + i, n)
                     stages.scores[n][at] = scores[row][ranked]
                     stages.k_order[n][at] = orders[row][: listed(n, geometry)]
+                    stages.least_keys[n][at] = least[chunk.first_head + i, n]
 
     unwritten = cupy.full(q.shape, np.nan, np.float32).astype(q.dtype)
     out = unwritten.copy()

@@ -230,6 +230,10 @@ def compare(
         parts.append(np.where(stages.k_order[n] != want, np.inf, 0.0))
     flat = _flatten(parts)
     rows.integers("key order", flat, int((flat > 0).sum()), "exact")
+    least = [s2o.least_keys(x, geometry, config) for x in stages.scores]
+    if config.has_least_keys:
+        other = np.array([x != y for x, y in zip(stages.least_keys, least, strict=True)])
+        rows.integers("least keys", np.where(other, np.inf, 0.0), int(other.sum()), "exact")
     step()
 
     # Pass 1. A score is off by head_dim roundings of its products' sum, and by tanh; exp2 and the sum add a few more.
@@ -254,7 +258,9 @@ def compare(
     for n in range(len(keys_in_order), segments):  # all of them, in any order
         units = np.broadcast_to(s2o.ranked_units(n, geometry), (problem.batch, problem.heads, geometry.ranked(n)))
         keys_in_order.append(s2o.unit_positions(units, n, geometry))
-    arguments = (state1, stages.q_order, keys_in_order, geometry)
+    none = np.zeros((problem.batch, problem.heads), np.int32)
+    least += [none] * (segments - len(least))
+    arguments = (state1, stages.q_order, s2o.KeyOrder(keys_in_order, least), geometry)
     lag = STOP_LAG[stages.path]
     no_values = (q, k, np.zeros_like(v[..., :1]), _without_values(state1), *arguments[1:])
     earliest, latest = (

@@ -126,7 +126,7 @@ def segment_maps(
             first + geometry.offset,
             mass[:, :candidates],
             q_order[0, 0, segment, : last - first],
-            k_order[segment][0, 0],
+            k_order.keys[segment][0, 0],
             np.minimum(visited[0, 0, segment, :tiles] * config.block_n, candidates),
             config.block_m,
             config.block_n,

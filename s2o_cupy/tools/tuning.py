@@ -178,8 +178,8 @@ def tune(
     >>> from s2o_cupy import S2OConfig
     >>> from s2o_cupy.tools import inputs, tune
     >>> q, k, v = inputs.builtin("slash", length=1024, head_dim=32)
-    >>> found = tune(q, k, v, density=0.9, taus=(0.5, 0.1, 0.02), config=S2OConfig(block_n=64), segments=4)
-    >>> found.estimate.pooled_density <= 0.9
+    >>> found = tune(q, k, v, density=0.95, taus=(0.5, 0.1, 0.02), config=S2OConfig(block_n=64), segments=4)
+    >>> found.estimate.pooled_density <= 0.95
     True
     """
     target, grid = parse_target("tune", error=error, density=density), parse_taus("tune", taus)

@@ -59,7 +59,9 @@ QUERY_WEIGHTS_INT8 = Family(
     "IntegerWeightTraits<{element}, {head_dim}, {clusters}>",
 )  # fmt: skip
 # These arrays are [KV heads, ...].
-OF_KV_HEADS = ("unit_means", "block_keys", "deviations", "unit_rows", "row_shares", "key_exponents", "unit_scales")
+OF_KV_HEADS = (
+    "unit_means", "block_keys", "sampled_keys", "deviations", "unit_rows", "row_shares", "key_exponents", "unit_scales",
+)  # fmt: skip
 SUPER_UNITS = 128  # units whose scores are written together (kSuperUnits)
 TILE_ROWS = 64  # rows of 8 bits of a tile (kTileRows)
 MOST_QUERIES = 128  # of a segment that is multiplied in 8 bits (kQueries)
@@ -130,7 +132,8 @@ def key_tile_bytes(head_dim: int, products: str) -> int:
 
 def query_norms(inputs: Inputs) -> Kernel:
     threads = THREADS if inputs.head_dim > 128 else 128
-    shared = (3 * STEP + 1) * inputs.head_dim * 2 + threads // 32 * 4  # sizeof(NormTraits::Shared)
+    # sizeof(NormTraits::Shared)
+    shared = (3 * STEP + 1) * inputs.head_dim * 2 + (threads // 32 + 4 * NORM_QUERIES + 2) * 4
     return Kernel(QUERY_NORMS, inputs.dtype, inputs.head_dim, shared_bytes=shared, own_threads=threads)
 
 
@@ -251,11 +254,13 @@ class QueryOrder(Order):
     def arrays_before_rounds(self) -> list[Array]:
         """Norms are made of them, and in 8 bits the rows that rounds multiply with."""
         s, units = self.setting, self.setting.geometry.units
+        of_blocks = (s.kv_heads, units // BLOCK_UNITS * SAMPLED_OF_BLOCK, s.inputs.head_dim)
         return [
             *(self._clusters() if self.in_bytes and not self.of_keys else []),
             ("unit_means", (s.kv_heads, units, s.inputs.head_dim), "uint16"),
             ("block_keys", (s.kv_heads, 1 + units // BLOCK_UNITS, s.inputs.head_dim), "uint16"),
-            ("deviations", (s.kv_heads, units // BLOCK_UNITS * SAMPLED_OF_BLOCK, s.inputs.head_dim), "uint16"),
+            ("sampled_keys", of_blocks, "uint16"),
+            ("deviations", of_blocks, "uint16"),
         ]
 
     def _clusters(self) -> list[Array]:
