@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from ..problem import Problem
 from ..spec import Geometry
 from .kernels import Kernel
 from .rounds import Chunk
+
+if TYPE_CHECKING:
+    from .maps import Maps
 
 __all__ = [
     "ALIGNMENT", "BASES", "NOTHING", "Array", "Builder", "InTurns", "Launch", "Place", "Workspace",
@@ -100,7 +103,7 @@ class Launch:
     params: Params
     pointers: Pointers
     chunk: Chunk | None = None
-    maps: tuple[Any, ...] = ()  # ArrayMap or None (maps.py), with which its parameters begin
+    maps: Maps = ()  # with which its parameters begin
 
 
 def added_to_addresses(numbers: Sequence[int]) -> Any:

@@ -22,7 +22,7 @@ from ..spec import Geometry
 from .build import Array, Builder, Launch, geometry_of
 from .kernels import Family, Inputs, Kernel
 from .launches import attention_launch
-from .maps import Arrays, maps_of_pass2
+from .maps import Read, maps_of_pass2
 from .method import Setting
 from .rounds import Chunk, Grid, near_heads
 from .schedule import ScheduleShape
@@ -214,7 +214,7 @@ class LastQueries:
                 found.tensors[name] = {**build.tensors[name], "batch": 0}
         return found
 
-    def _arrays(self, of_parts: Builder, further: dict[str, int]) -> Arrays:
+    def _arrays(self, of_parts: Builder, further: dict[str, int]) -> Read:
         """Where a launch of a piece's parts reads q, k and v, with the shapes and strides of those parts."""
         p, found = of_parts.problem, {}
         for name, heads in (("q", p.heads), ("k", p.kv_heads), ("v", p.kv_heads)):

@@ -16,7 +16,7 @@ from . import head_taus
 from .build import ALIGNMENT, BASES, NOTHING, Array, Builder, InTurns, Launch, Place, Workspace, lay_out
 from .kernels import Kernel
 from .launch_plan import COLLECT_CHUNK, COLLECT_CHUNKS, LaunchPlan, collected_chunks
-from .maps import Arrays, Maps, arrays_of, maps_of_pass1, maps_of_pass2
+from .maps import Maps, Read, arrays_of, maps_of_pass1, maps_of_pass2
 from .paths import SMALLEST_SCALE
 from .rounds import Grid
 
@@ -78,7 +78,7 @@ def launches(
     return tuple(found)
 
 
-def pass1_launch(build: Builder, plan: LaunchPlan, arrays: Arrays) -> Launch:
+def pass1_launch(build: Builder, plan: LaunchPlan, arrays: Read) -> Launch:
     """Pass 1 of a plan. ``arrays``: where it reads q, k and v."""
     maps = maps_of_pass1(plan, arrays)
     return attention_launch(build, "pass1", plan.pass1, plan.of_pass, plan.pass1_grid, maps=maps)

@@ -14,7 +14,7 @@ from .build import Place, Workspace
 from .kernels import Kernel, box_keys
 from .launch_plan import LaunchPlan
 
-__all__ = ["ArrayMap", "Arrays", "arrays_of", "maps_of_pass1", "maps_of_pass2"]
+__all__ = ["COLUMNS", "PAGES", "ROWS", "ArrayMap", "Maps", "Read", "arrays_of", "maps_of_pass1", "maps_of_pass2"]
 
 
 class ArrayMap(NamedTuple):
@@ -28,12 +28,12 @@ class ArrayMap(NamedTuple):
 
 COLUMNS, ROWS, PAGES = "columns", "rows", "pages"
 # q, k, v and perhaps out by name: the base, and the operand, whose pointer is its bytes from there.
-Arrays = Mapping[str, tuple[str, Operand]]
+Read = Mapping[str, tuple[str, Operand]]
 # A launch's maps, in the order in which its parameters have them. The kernel does not read one that is None.
 Maps = tuple[ArrayMap | None, ...]
 
 
-def arrays_of(plan: LaunchPlan, operands: Mapping[str, Operand], memory: Workspace) -> Arrays:
+def arrays_of(plan: LaunchPlan, operands: Mapping[str, Operand], memory: Workspace) -> Read:
     """Where the passes read a call's arrays. Keys and values that are collected from pages lie in the workspace."""
     found = {name: (name, x) for name, x in operands.items()}
     if plan.collect_pages is not None:
@@ -41,7 +41,7 @@ def arrays_of(plan: LaunchPlan, operands: Mapping[str, Operand], memory: Workspa
     return found
 
 
-def maps_of_pass1(plan: LaunchPlan, arrays: Arrays) -> Maps:
+def maps_of_pass1(plan: LaunchPlan, arrays: Read) -> Maps:
     """The maps of q, k and v with which a pass 1 begins (Mapped in raw_kernels/sm90/shared.cuh); none where it has no
     `map_boxes`."""
     of_keys = PAGES if plan.maps_whole_rows else COLUMNS
@@ -49,7 +49,7 @@ def maps_of_pass1(plan: LaunchPlan, arrays: Arrays) -> Maps:
     return tuple(ArrayMap(*arrays[name], kind, rows) for name, kind, rows in kinds)
 
 
-def maps_of_pass2(kernel: Kernel, arrays: Arrays, covariances: Place | None = None) -> Maps:
+def maps_of_pass2(kernel: Kernel, arrays: Read, covariances: Place | None = None) -> Maps:
     """The maps of q, k, v, out and the tail's covariances with which a pass 2 begins (MappedUnits in
     raw_kernels/sm90/shared.cuh); none where it gathers. Without out in ``arrays`` nothing is resumed."""
     if not kernel.family.params.map_bytes:
