@@ -84,13 +84,13 @@ def test_shares_of_mass_that_is_not_finite_or_rounds_up():
 
 @pytest.mark.slow
 def test_the_recorded_prompt():
-    """What S2O is for: a tenth of the pairs is computed, and two heads that look for single places keep most of what
-    these hold."""
+    """What S2O is for: a quarter of the pairs is computed, and two heads that look for single places keep nearly all of
+    what these hold."""
     found = demo.run(inputs.builtin("retrieval"), picture=None)
-    assert found["overall"]["density"] < 0.15 and found["overall"]["earlier_pairs_computed"] < 0.15
+    assert found["overall"]["density"] < 0.3 and found["overall"]["earlier_pairs_computed"] < 0.3
     assert [row["head"] for row in found["heads"]] == [0, 1, 2, 3]
     looking = [row for row in found["heads"] if row["earlier_mass"] > 0.8]
-    assert len(looking) == 2 and all(row["earlier_mass_left_out"] < 0.1 for row in looking)
+    assert len(looking) == 2 and all(row["earlier_mass_left_out"] < 0.03 for row in looking)
     text = demo.table(found)
     assert "the last 1,024 queries of 16,384 tokens" in text and "is plain dense attention" not in text
     row = next(line for line in text.splitlines() if line.lstrip().startswith("all"))

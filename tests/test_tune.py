@@ -110,7 +110,9 @@ def test_a_sample_is_within_its_standard_errors(qkv):
         off += ((found.error - truth.error) / found.standard_error).ravel().tolist()
         density.append(found.pooled_density)
     assert np.abs(off).max() < 4 and (np.abs(off) < 2).mean() > 0.8
-    np.testing.assert_allclose(density, truth.pooled_density, rtol=0.05)
+    # A segment waits for what its own queries look for, so that densities differ; what is drawn, 21 of 50, by a fifth.
+    np.testing.assert_allclose(density, truth.pooled_density, rtol=0.2)
+    np.testing.assert_allclose(np.mean(density), truth.pooled_density, rtol=0.05)
     assert 0.3 < np.std(off) < 2  # neither is the standard error too large
     same = error_per_head(q, k, v, SMALL, segments=21, seed=11)
     assert same.segments == found.segments and same.pooled_error == found.pooled_error
