@@ -264,7 +264,7 @@ class Sampled(NamedTuple):
 
 
 def sampled_keys(k: Array, blocks: Array, geometry: Geometry) -> Sampled:
-    """Of the ``blocks`` [B, Hkv, blocks, D] of all whole units."""
+    """The keys that stand for each of the ``blocks`` [B, Hkv, blocks, D] where single ones are looked at."""
     apart = BLOCK_UNITS // SAMPLED_OF_BLOCK  # units; the first key of the one in the middle
     units = np.arange(blocks.shape[2] * SAMPLED_OF_BLOCK) * apart + apart // 2
     keys = k[:, :, units * geometry.unit]
@@ -330,7 +330,7 @@ def query_norms(
         top = x.max(axis=-1, keepdims=True, initial=-np.inf)
         top = np.where(np.isneginf(top), 0, top)
         norm = (top + np.log2(np.exp2(x - top).sum(axis=-1, keepdims=True)))[..., 0]
-        # A key that is not a number makes its block's mean none.
+        # fmax leaves out what is not a number: such a key makes its block's mean none either.
         largest = np.fmax.reduce(of_single, axis=-1, initial=-np.inf)
         norm = np.maximum(norm, largest - math.log2(geometry.unit))
         if centre is not None:
@@ -393,7 +393,7 @@ def least_keys(scores: Array, geometry: Geometry, config: S2OConfig) -> Array:
 
 
 class KeyOrder(NamedTuple):
-    """Of each of N segments."""
+    """How q tiles of each of N segments go through its candidates."""
 
     keys: list[Array]  # int32 [B, H, C] absolute positions of its candidates, most important first
     least: list[Array] | None = None  # int32 [B, H]: of `least_keys`; None: none

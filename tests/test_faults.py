@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 from conftest import has_gpu, has_hopper
 from gpu_cases import Case, run_diff
+from least_faults import BY_HEAD, HOPPER_LEAST, LEAST, LEAST_BY_HEAD, LEAST_FAULTS, PASS2
 from query_faults import (
     BYTES,
     BYTES_OF_EACH_KEY,
@@ -67,14 +68,8 @@ AROUND = replace(UNITS, seqlen_q=600, seqlen_k=1000 + 3, is_causal=False)
 # More keys than the head of an order.
 LONG = Case(seqlen_q=300, seqlen_k=9503, segment=256, block_m=64, block_n=64, tau=0.01, options={"unit": 1})
 HOPPER = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=512, head_dim=128, options={"window": 30})
-PASS2 = "pass2_sm90", "pass2_tail_sm90"  # with a tail diff runs both
 # Units that the copy engine brings, in segments of one q tile.
 BOXES = replace(HOPPER, segment=128, options={"unit": 8, "rank": "weight"})
-BY_HEAD = (0.01, 0.5, 0.0, 0.1)  # of four heads
-# Q tiles that would stop before all that weighs much.
-LEAST = replace(TAIL, seqlen_q=1400, tau=0.1, scale=0.25, options={})
-HOPPER_LEAST = replace(HOPPER, seqlen_q=2600, segment=256, tau=0.1, scale=0.5, options={})
-LEAST_BY_HEAD = replace(LEAST, tau=BY_HEAD)
 # A key that the mean query puts last and some queries put first, by more than a weight can hold.
 RISING = replace(HOPPER, tau=0.0, options={"rank": "mean", "window": 30}, poison=("k", 100, -2000.0))
 
@@ -360,32 +355,6 @@ FAULTS = [
          "shared.tau[place] = 0.f;"),
     ),
     *_faults(
-        PASS2, HOPPER_LEAST,
-        ("a tile stops before all that weighs much", "stop",
-         "if (visited < my.shared.least_keys[nth % kPlaces]) small = 0;", ";"),
-        ("it stops one tile before", "stop", "static_cast<int>(n + 1) * kStop", "static_cast<int>(n + 2) * kStop"),
-        ("what a q tile has to visit is not announced", "stop",
-         "shared.least_keys[place] = shared.next.least_keys;", "shared.least_keys[place] = 0;"),
-        ("all q tiles have to visit what the first has to", "stop", "p.least_keys[order_row(p)]", "p.least_keys[0]"),
-    ),
-    *_faults(
-        "pass2", LEAST,
-        ("a tile stops before all that weighs much", "stop", " && may_stop(visited);", ";"),
-        ("it stops a step before", "stop", "visited * params.steps_per_tile * kStep >=",
-         "(visited + 1) * params.steps_per_tile * kStep >="),
-        ("all q tiles have to visit what the first has to", "stop", "p.least_keys[order_row(p)]", "p.least_keys[0]"),
-    ),
-    *_faults(
-        "key_order_head", LEAST_BY_HEAD,
-        ("units count, not keys", "least keys", "min(heavy, row.count) << p.geometry.unit_shift", "heavy"),
-        ("one warp's alone count", "least keys", "heavy += shared.heavy[w];", "heavy = shared.heavy[w];"),
-        ("half of the scores count", "least keys", " + !(Float16::high(scores) < least)", ""),
-        ("all of tau is asked for", "least keys", " / spec::kLeastParts", ""),
-        ("every head has the first one's tau", "least keys", "p.taus[row.head]", "p.taus[0]"),
-        ("a row has its neighbour's", "least keys", "p.least_keys[row.pair] = min",
-         "p.least_keys[row.pair ^ 1] = min"),
-    ),
-    *_faults(
         "head_taus", replace(MEAN, tau=BY_HEAD),
         ("heads have their neighbour's numbers", "stop", "= p.values[i];", "= p.values[i ^ 1];"),
     ),
@@ -467,7 +436,8 @@ FAULTS = [
         ("a score above the ceiling is overlooked", "output", "above |= top != highest;", "above |= false;"),
     ),
 ]  # fmt: skip
-FAULTS += [fault for function, case, rows in (*QUERY_FAULTS, *TAIL_FAULTS) for fault in _faults(function, case, *rows)]
+for rows_of in (QUERY_FAULTS, TAIL_FAULTS, LEAST_FAULTS):
+    FAULTS += [fault for function, case, rows in rows_of for fault in _faults(function, case, *rows)]
 
 
 @functools.cache

@@ -264,7 +264,7 @@ __device__ __forceinline__ RadixSort<kOfThread> sort_row(const RankKeysParams& p
     heavy = 0;
 #pragma unroll
     for (int w = 0; w < kSortWarps; ++w) heavy += shared.heavy[w];
-    p.least_keys[row.pair] = min(heavy, row.count) << p.geometry.unit_shift;  // at tau 0 what is not there counted, too
+    p.least_keys[row.pair] = min(heavy, row.count) << p.geometry.unit_shift;  // of tau 0 padding has counted, too
   }
 #pragma unroll
   for (int w = 0; w < kSortWarps; ++w) range.join(shared.of_warp[w]);

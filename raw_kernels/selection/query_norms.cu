@@ -86,8 +86,8 @@ struct UnitsBetween {
   }
 };
 
-// Whole blocks of candidates: those before the segment's own keys, and those from `second` up to `end` behind them.
-// Worked out likewise.
+// Whole blocks of candidates: those before the segment's own keys, and those from `second` up to `end` behind them. They
+// are worked out when they are asked for, too.
 struct WholeBlocks {
   int before, second, end;
   __device__ __forceinline__ WholeBlocks(const Geometry& g, int segment, int begin)
@@ -118,7 +118,7 @@ struct QueryNorms {
       : p(p_), shared(shared_), lane(threadIdx.x % 32), warp(__shfl_sync(kFullWarp, threadIdx.x / 32, 0)) {
     locate();
   }
-  // Which queries are the block's. Behind all steps again, as registers are few through them.
+  // Finds which queries are the block's. It is called again behind all steps, as registers are few through them.
   __device__ __forceinline__ void locate() {
     uint32 block = blockIdx.x;
     asm volatile("" : "+r"(block));
@@ -232,8 +232,8 @@ struct QueryNorms {
           }
       }
   }
-  // To shared memory, as registers are few, by the squares of the scores of deviations. Their step has zeros past the
-  // last one.
+  // Finds each query's excess by the squares of the scores of deviations, whose step has zeros past the last one. It lies
+  // in shared memory, as registers are few.
   __device__ __forceinline__ void find_excess(uint32 rows) {
     float squares[kOfWarp][2] = {};
 #pragma unroll 1
@@ -417,7 +417,7 @@ struct QueryNorms {
 #pragma unroll
       for (int h = 0; h < 2; ++h) m[i][h] = -infinity(), l[i][h] = 0.f;
   }
-  // To shared memory, too.
+  // Leaves each query's largest score in shared memory, too.
   __device__ __forceinline__ void keep_largest() const {
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i)

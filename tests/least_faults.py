@@ -1,0 +1,54 @@
+"""Faults for the keys that q tiles wait for, as test_faults.py has them: kernels, a case, and rows of name, stage, old
+and new text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gpu_cases import Case
+from query_faults import Rows
+
+PASS2 = "pass2_sm90", "pass2_tail_sm90"  # with a tail diff runs both
+BY_HEAD = (0.01, 0.5, 0.0, 0.1)  # of four heads
+# Q tiles that would stop before all that weighs much.
+LEAST = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=256, block_m=64, block_n=64, tau=0.1, scale=0.25)
+HOPPER_LEAST = Case(heads=4, kv_heads=2, seqlen_q=2600, segment=256, head_dim=128, tau=0.1, scale=0.5)
+LEAST_BY_HEAD = replace(LEAST, tau=BY_HEAD)
+
+LEAST_FAULTS: list[tuple[str | tuple[str, ...], Case, Rows]] = [
+    (
+        PASS2, HOPPER_LEAST,
+        (
+            ("a tile stops before all that weighs much", "stop",
+             "if (visited < my.shared.least_keys[nth % kPlaces]) small = 0;", ";"),
+            ("it stops one tile before", "stop", "static_cast<int>(n + 1) * kStop",
+             "static_cast<int>(n + 2) * kStop"),
+            ("what a q tile has to visit is not announced", "stop",
+             "shared.least_keys[place] = shared.next.least_keys;", "shared.least_keys[place] = 0;"),
+            ("all q tiles have to visit what the first has to", "stop", "p.least_keys[order_row(p)]",
+             "p.least_keys[0]"),
+        ),
+    ),
+    (
+        "pass2", LEAST,
+        (
+            ("a tile stops before all that weighs much", "stop", " && may_stop(visited);", ";"),
+            ("it stops a step before", "stop", "visited * params.steps_per_tile * kStep >=",
+             "(visited + 1) * params.steps_per_tile * kStep >="),
+            ("all q tiles have to visit what the first has to", "stop", "p.least_keys[order_row(p)]",
+             "p.least_keys[0]"),
+        ),
+    ),
+    (
+        "key_order_head", LEAST_BY_HEAD,
+        (
+            ("units count, not keys", "least keys", "min(heavy, row.count) << p.geometry.unit_shift", "heavy"),
+            ("one warp's alone count", "least keys", "heavy += shared.heavy[w];", "heavy = shared.heavy[w];"),
+            ("half of the scores count", "least keys", " + !(Float16::high(scores) < least)", ""),
+            ("all of tau is asked for", "least keys", " / spec::kLeastParts", ""),
+            ("every head has the first one's tau", "least keys", "p.taus[row.head]", "p.taus[0]"),
+            ("a row has its neighbour's", "least keys", "p.least_keys[row.pair] = min",
+             "p.least_keys[row.pair ^ 1] = min"),
+        ),
+    ),
+]
