@@ -14,13 +14,16 @@ BY_HEAD = (0.01, 0.5, 0.0, 0.1)  # of four heads
 LEAST = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=256, block_m=64, block_n=64, tau=0.1, scale=0.25)
 HOPPER_LEAST = Case(heads=4, kv_heads=2, seqlen_q=2600, segment=256, head_dim=128, tau=0.1, scale=0.5)
 LEAST_BY_HEAD = replace(LEAST, tau=BY_HEAD)
+# Others that stop before, after several tiles in a row, and not after as many with one that gains between them.
+ROW = replace(LEAST, seqlen_q=2600, tau=0.05, scale=0.5)
+HOPPER_ROW = replace(HOPPER_LEAST, seqlen_q=4000, tau=0.2, scale=2.0)
 
 LEAST_FAULTS: list[tuple[str | tuple[str, ...], Case, Rows]] = [
     (
         PASS2, HOPPER_LEAST,
         (
-            ("a tile stops before all that weighs much", "stop",
-             "if (visited < my.shared.least_keys[nth % kPlaces]) small = 0;", ";"),
+            ("a tile waits for nothing", "stop", "visited < my.shared.least_keys[nth % kPlaces]", "false"),
+            ("it waits one tile longer", "stop", "in_a_row >= spec::kPatience", "in_a_row > spec::kPatience"),
             ("it stops one tile before", "stop", "static_cast<int>(n + 1) * kStop",
              "static_cast<int>(n + 2) * kStop"),
             ("what a q tile has to visit is not announced", "stop",
@@ -32,11 +35,26 @@ LEAST_FAULTS: list[tuple[str | tuple[str, ...], Case, Rows]] = [
     (
         "pass2", LEAST,
         (
-            ("a tile stops before all that weighs much", "stop", " && may_stop(visited);", ";"),
+            ("a tile waits for nothing", "stop", " && has_least(visited));", ");"),
+            ("it waits for all that weighs much", "stop", "in_a_row >= spec::kPatience || (small", "(small"),
             ("it stops a step before", "stop", "visited * params.steps_per_tile * kStep >=",
              "(visited + 1) * params.steps_per_tile * kStep >="),
             ("all q tiles have to visit what the first has to", "stop", "p.least_keys[order_row(p)]",
              "p.least_keys[0]"),
+        ),
+    ),
+    (
+        PASS2, HOPPER_ROW,
+        (
+            ("tiles between which one gains are in a row", "stop", "in_a_row[warp]) + 1 : 0;",
+             "in_a_row[warp]) + 1 : my.shared.in_a_row[warp];"),
+        ),
+    ),
+    (
+        "pass2", ROW,
+        (
+            ("tiles between which one gains are in a row", "stop", "small ? counter + 1.f : 0.f;",
+             "counter + small;"),
         ),
     ),
     (

@@ -11,7 +11,16 @@ from dataclasses import dataclass, replace
 import pytest
 from conftest import has_gpu, has_hopper
 from gpu_cases import Case, run_diff
-from least_faults import BY_HEAD, HOPPER_LEAST, LEAST, LEAST_BY_HEAD, LEAST_FAULTS, PASS2
+from least_faults import (
+    BY_HEAD,
+    HOPPER_LEAST,
+    HOPPER_ROW,
+    LEAST,
+    LEAST_BY_HEAD,
+    LEAST_FAULTS,
+    PASS2,
+    ROW,
+)  # fmt: skip
 from query_faults import (
     BYTES,
     BYTES_OF_EACH_KEY,
@@ -368,8 +377,8 @@ FAULTS = [
     ),
     *_faults(
         "pass2", TAIL,
-        ("the first tile never stops", "stop", "stop = stop_check(rows, shared.tau)",
-         "stop = stop_check(rows, shared.tau) && visited > 1"),
+        ("the first tile never stops", "stop", "(small && has_least(visited))",
+         "(small && has_least(visited) && visited > 1)"),
     ),
     *_faults(
         "key_scores_sm90", replace(HOPPER, options={"rank": "mean", "window": 30}),
@@ -485,10 +494,11 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
 @pytest.mark.parametrize(
     "case",
     [MEAN, MAX, UNITS, AROUND, ONE_TILE, HOPPER, RISING, HOPPER_UNITS, HOPPER_AROUND, QUERY, QUERY_AROUND, EACH_KEY,
-     BYTES, BYTES_OF_EACH_KEY, INTEGERS, INTEGERS_OF_GROUPS, LEAST, HOPPER_LEAST, LEAST_BY_HEAD],
+     BYTES, BYTES_OF_EACH_KEY, INTEGERS, INTEGERS_OF_GROUPS, LEAST, HOPPER_LEAST, LEAST_BY_HEAD, ROW,
+     HOPPER_ROW],
     ids=["mean", "max", "units", "around", "one tile", "hopper", "rising", "hopper units", "hopper around", "query",
          "query around", "each key", "bytes", "bytes of each key", "integers", "integers of groups", "least",
-         "hopper least", "least by head"],
+         "hopper least", "least by head", "row", "hopper row"],
 )
 def test_without_a_fault_none_is_found(case):
     if not has_gpu():

@@ -184,13 +184,32 @@ def test_least_keys_are_of_the_head_of_the_order(rng):
     np.testing.assert_array_equal(s2o.least_keys(scores, geometry, config), 8 * count)
 
 
+@pytest.mark.parametrize(
+    ("gains", "least", "visited"),
+    [("n" * 9, 0, 1), ("n" * 9, 3, 3), ("n" * 9, 9, 4), ("nnnynnnnn", 9, 8), ("yyyyyyyny", 9, 9), ("ynnnny", 5, 5)],
+)
+def test_it_waits_no_longer_than_for_four_tiles_in_a_row(gains, least, visited):
+    """Key tiles of one key that add much, y, or next to nothing to a row."""
+    mass, scores = 1.0, []
+    for gain in gains:
+        scores.append(math.log(mass if gain == "y" else 1e-6 * mass))
+        mass += math.exp(scores[-1])
+    keys = np.array(scores)[:, None]
+    start = np.zeros(1), np.ones(1), np.zeros((1, 1))
+    found = s2o.visit(
+        np.ones((1, 1)), start, np.arange(len(gains)), keys, np.zeros_like(keys), 1.0, 0.0, block_n=1, tau=0.1,
+        stop_lag=0, visited=None, least=least,
+    )[3]  # fmt: skip
+    assert found == visited
+
+
 @given(cases(), st.sampled_from([0.05, 0.5]))
 @settings(deadline=None, max_examples=30)
-def test_whole_calls_visit_what_weighs_much(case, tau):
+def test_waiting_only_visits_more(case, tau):
     q, k, v, config = make(case._replace(config=case.config | {"tau": tau}), np.float32)
-    result = s2o.s2o(q, k, v, config, is_causal=case.is_causal)
-    for n, least in enumerate(result.k_order.least):
-        rows = (result.q_order[:, :, n] >= 0).sum(axis=-1)  # [B, H]
-        tiles = -(-rows // config.block_m)
-        there = np.arange(result.visited.shape[3]) < tiles[..., None]
-        assert (result.visited[:, :, n] * config.block_n >= least[..., None])[there].all()
+    r = s2o.s2o(q, k, v, config, is_causal=case.is_causal)
+    geometry, scale = case.geometry(config), 1 / math.sqrt(case.head_dim)
+    without = s2o.pass2(q, k, v, r.state1, r.q_order, s2o.KeyOrder(r.k_order.keys), geometry, config, scale)[1]
+    assert (r.visited >= without).all()
+    for n, least in enumerate(r.k_order.least):
+        assert (r.visited[:, :, n] == without[:, :, n]).all() or (least > 0).any()

@@ -363,9 +363,19 @@ struct AttentionTile {
     return small;
   }
 
-  // Whether so many key tiles of block_n have all keys that the tile has to visit.
-  __device__ __forceinline__ bool may_stop(int visited) const {
+  // Whether so many key tiles of block_n have all keys that the tile waits for.
+  __device__ __forceinline__ bool has_least(int visited) const {
     return visited * params.steps_per_tile * kStep >= shared.least_keys;
+  }
+  // Whether a warp whose rows all gained too little, `small`, votes to stop after so many key tiles: before the least keys
+  // have been visited after so many in a row, which are counted in shared memory, as registers are few.
+  __device__ __forceinline__ bool waited_enough(bool small, int visited) const {
+    small = __all_sync(kFullWarp, small);
+    float& counter = shared.p_column[threadIdx.x / 32];
+    const float in_a_row = small ? counter + 1.f : 0.f;
+    __syncwarp();  // all lanes have read
+    counter = in_a_row;
+    return in_a_row >= spec::kPatience || (small && has_least(visited));
   }
   // Of a ladder: the largest share of l that the mass since the last stop check is.
   __device__ __forceinline__ float largest_gain(int rows) const {
@@ -478,8 +488,10 @@ struct AttentionTile {
         if constexpr (kWalksLadder<Traits>) {
           stops = ladder.votes(largest_gain(rows), shared.p_column[lane % kLadder]);
           stop_check(rows);
+        } else if constexpr (kSkipsValues<Traits>) {  // of lists, which have no least keys
+          stop = stop_check(rows, shared.tau) && kStops;
         } else if constexpr (kStops) {
-          stop = stop_check(rows, shared.tau) && may_stop(visited);
+          stop = waited_enough(stop_check(rows, shared.tau), visited);
         } else {
           stop_check(rows);
         }

@@ -27,6 +27,7 @@ __device__ __forceinline__ void attend_second(const Params& params, typename Tra
     if constexpr (kSkipsValues<Traits>)
       attention.values.start(params.values, rows.head_in_batch(params.heads), rows.visited_index(params));
     attention.point_to_keys(rows, 0, rows.key_order(params));
+    if (threadIdx.x < Traits::kThreads / 32) shared.p_column[threadIdx.x] = 0.f;
     if (threadIdx.x == 0) {  // read after walk's first barrier
       shared.tau = params.tau_of(rows.head, count);
       shared.least_keys = rows.least_keys(params);

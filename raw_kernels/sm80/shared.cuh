@@ -32,7 +32,8 @@ struct AttentionTraits {
     uint16 k[kStages][kStep * kHeadDim];
     uint16 v[kStages][kStep * kHeadDim];
     int index[kIndexSlots][kStep];         // of each key of the steps in flight its unit (pass 2)
-    float p_column[kBlockM];               // one key's weights (only where v is not finite); the taus of a ladder
+    float p_column[kBlockM];               // one key's weights (only where v is not finite). In pass 2 the taus of a ladder,
+                                           // or of each warp in how many stop checks in a row its rows gained too little
     uint64 nonfinite;                      // keys of the step whose v is not finite
     // What only the copies need is read back for each step: the registers belong to acc and the scores.
     const uint16* k_rows;                  // [seqlen_k, head_dim] of the block's KV head, or its first row in a cache

@@ -114,6 +114,7 @@ struct Traits {
     NextTile next;                   // pass 2
     uint32 v_nonfinite[2];           // pass 1, of a masked value tile: a byte a checking warp, 1 if it found any
     uint64 votes[kVoteSlots];        // a byte a consumer warp: 1 to stop; of a ladder a bit for each tau
+    int in_a_row[kConsumerWarps];    // pass 2: stop checks, up to this one, at which a warp's rows gained little
     // Barriers: full = copies have landed, empty = all readers are done.
     uint64 q_full[2], q_empty[2];
     uint64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];

@@ -20,9 +20,13 @@ __device__ __forceinline__ void vote(Consumer<Traits>& my, int rows, uint32 n, u
     small = __all_sync(kFullWarp, stop_check(my, rows, tau));
   }
   if (my.lane == 0) {
-    const int visited = static_cast<int>(n + 1) * kStopCheckKeys;
-    if (visited < my.shared.least_keys[nth % kPlaces]) small = 0;
-    const int warp = threadIdx.x / 32 - 4;
+    const int warp = threadIdx.x / 32 - 4, visited = static_cast<int>(n + 1) * kStopCheckKeys;
+    // Before its least keys have been visited a tile stops after so many checks in a row: then those of each warp are.
+    if constexpr (!kWalksLadder<Traits> && !kSkipsValues<Traits>) {
+      const int in_a_row = small ? (n == 0 ? 0 : my.shared.in_a_row[warp]) + 1 : 0;
+      my.shared.in_a_row[warp] = in_a_row;
+      if (visited < my.shared.least_keys[nth % kPlaces]) small = in_a_row >= spec::kPatience;
+    }
     reinterpret_cast<volatile unsigned char*>(&my.shared.votes[(my.voted + n) % kVoteSlots])[warp] = small;
     barrier_arrive(my.shared.voted[(my.voted + n) % kVoteSlots]);
   }
