@@ -16,14 +16,21 @@ HOPPER_LEAST = Case(heads=4, kv_heads=2, seqlen_q=2600, segment=256, head_dim=12
 LEAST_BY_HEAD = replace(LEAST, tau=BY_HEAD)
 # Others that stop before, after several tiles in a row, and not after as many with one that gains between them.
 ROW = replace(LEAST, seqlen_q=2600, tau=0.05, scale=0.5)
+# Long enough that a part of its keys fills more tiles than the fewest.
+LONG_ROW = replace(ROW, heads=2, kv_heads=1, seqlen_q=7000, segment=1024)
 HOPPER_ROW = replace(HOPPER_LEAST, seqlen_q=4000, tau=0.2, scale=2.0)
+
+LEAST_CASES = {
+    "least": LEAST, "hopper least": HOPPER_LEAST, "least by head": LEAST_BY_HEAD, "row": ROW, "hopper row": HOPPER_ROW,
+    "long row": LONG_ROW,
+}  # fmt: skip
 
 LEAST_FAULTS: list[tuple[str | tuple[str, ...], Case, Rows]] = [
     (
         PASS2, HOPPER_LEAST,
         (
             ("a tile waits for nothing", "stop", "visited < my.shared.least_keys[nth % kPlaces]", "false"),
-            ("it waits one tile longer", "stop", "in_a_row >= spec::kPatience", "in_a_row > spec::kPatience"),
+            ("it waits one tile longer", "stop", "in_a_row >= my.shared.patience", "in_a_row > my.shared.patience"),
             ("it stops one tile before", "stop", "static_cast<int>(n + 1) * kStop",
              "static_cast<int>(n + 2) * kStop"),
             ("what a q tile has to visit is not announced", "stop",
@@ -36,7 +43,7 @@ LEAST_FAULTS: list[tuple[str | tuple[str, ...], Case, Rows]] = [
         "pass2", LEAST,
         (
             ("a tile waits for nothing", "stop", " && has_least(visited));", ");"),
-            ("it waits for all that weighs much", "stop", "in_a_row >= spec::kPatience || (small", "(small"),
+            ("it waits for all that weighs much", "stop", "in_a_row >= shared.patience || (small", "(small"),
             ("it stops a step before", "stop", "visited * params.steps_per_tile * kStep >=",
              "(visited + 1) * params.steps_per_tile * kStep >="),
             ("all q tiles have to visit what the first has to", "stop", "p.least_keys[order_row(p)]",
@@ -55,6 +62,13 @@ LEAST_FAULTS: list[tuple[str | tuple[str, ...], Case, Rows]] = [
         (
             ("tiles between which one gains are in a row", "stop", "small ? counter + 1.f : 0.f;",
              "counter + small;"),
+        ),
+    ),
+    (
+        "pass2", LONG_ROW,
+        (
+            ("as few tiles in a row end it however many keys there are", "stop",
+             "max(spec::kPatience, keys / (spec::kPatienceParts * of_check))", "spec::kPatience"),
         ),
     ),
     (

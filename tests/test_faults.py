@@ -11,16 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 from conftest import has_gpu, has_hopper
 from gpu_cases import Case, run_diff
-from least_faults import (
-    BY_HEAD,
-    HOPPER_LEAST,
-    HOPPER_ROW,
-    LEAST,
-    LEAST_BY_HEAD,
-    LEAST_FAULTS,
-    PASS2,
-    ROW,
-)  # fmt: skip
+from least_faults import BY_HEAD, LEAST_CASES, LEAST_FAULTS, PASS2
 from query_faults import (
     BYTES,
     BYTES_OF_EACH_KEY,
@@ -494,11 +485,9 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
 @pytest.mark.parametrize(
     "case",
     [MEAN, MAX, UNITS, AROUND, ONE_TILE, HOPPER, RISING, HOPPER_UNITS, HOPPER_AROUND, QUERY, QUERY_AROUND, EACH_KEY,
-     BYTES, BYTES_OF_EACH_KEY, INTEGERS, INTEGERS_OF_GROUPS, LEAST, HOPPER_LEAST, LEAST_BY_HEAD, ROW,
-     HOPPER_ROW],
+     BYTES, BYTES_OF_EACH_KEY, INTEGERS, INTEGERS_OF_GROUPS, *LEAST_CASES.values()],
     ids=["mean", "max", "units", "around", "one tile", "hopper", "rising", "hopper units", "hopper around", "query",
-         "query around", "each key", "bytes", "bytes of each key", "integers", "integers of groups", "least",
-         "hopper least", "least by head", "row", "hopper row"],
+         "query around", "each key", "bytes", "bytes of each key", "integers", "integers of groups", *LEAST_CASES],
 )
 def test_without_a_fault_none_is_found(case):
     if not has_gpu():

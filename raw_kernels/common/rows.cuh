@@ -78,6 +78,12 @@ struct PackedRows : QueryTile {
   }
 };
 
+// Of stop checks, each of so many keys, how many in a row at which all rows gained too little end a tile of `keys` before
+// its least keys have been visited.
+__device__ __forceinline__ int patience(int keys, int of_check) {
+  return max(spec::kPatience, keys / (spec::kPatienceParts * of_check));
+}
+
 // What q tiles of pass 2 have in common: their rows visit a list of keys in its order.
 struct VisitingRows : QueryTile {
   static constexpr bool kOrdered = true, kMayBeEmpty = true;
@@ -91,7 +97,7 @@ struct VisitingRows : QueryTile {
   __device__ __forceinline__ int visited_index(const AttentionParams& p) const {
     return static_cast<int>(order_row(p) * p.tiles + tile);
   }
-  // Keys to visit before the tile may stop.
+  // Keys that the tile waits for.
   __device__ __forceinline__ int least_keys(const AttentionParams& p) const {
     return p.least_keys ? p.least_keys[order_row(p)] : 0;
   }

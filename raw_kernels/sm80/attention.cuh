@@ -375,7 +375,7 @@ struct AttentionTile {
     const float in_a_row = small ? counter + 1.f : 0.f;
     __syncwarp();  // all lanes have read
     counter = in_a_row;
-    return in_a_row >= spec::kPatience || (small && has_least(visited));
+    return in_a_row >= shared.patience || (small && has_least(visited));
   }
   // Of a ladder: the largest share of l that the mass since the last stop check is.
   __device__ __forceinline__ float largest_gain(int rows) const {

@@ -31,6 +31,7 @@ __device__ __forceinline__ void attend_second(const Params& params, typename Tra
     if (threadIdx.x == 0) {  // read after walk's first barrier
       shared.tau = params.tau_of(rows.head, count);
       shared.least_keys = rows.least_keys(params);
+      shared.patience = patience(count, params.steps_per_tile * Traits::kStep);
     }
     const auto begin = [&] {
       attention.load_queries(rows);

@@ -42,7 +42,8 @@ struct AttentionTraits {
     int first_key, limit;                  // (pass 1; limit: kPaged)
     const int* pages;                      // of the block's sequence (kPaged)
     float tau;                             // of the block's head (pass 2)
-    int least_keys;                        // to visit before the tile may stop (pass 2)
+    int least_keys;                        // until these are visited only stop checks in a row end the tile (pass 2),
+    int patience;                          // so many of them
   };
 };
 

@@ -30,6 +30,7 @@ __device__ __forceinline__ void publish_next(Shared& shared, uint32 n) {
   publish<2>(shared, n, shared.next.q_tile, [&](uint32 place) {
     shared.tau[place] = shared.next.tau;
     shared.least_keys[place] = shared.next.least_keys;
+    shared.patience[place] = patience(shared.next.keys, kStopCheckKeys);
   });
 }
 

@@ -110,7 +110,8 @@ struct Traits {
     int q_tile[kPlaces];             // this q tile and others; -1 at the end
     QTile described[kPlaces];        // pass 1: the same, worked out
     float tau[kPlaces];              // pass 2: of their heads
-    int least_keys[kPlaces];         // pass 2: to visit before they may stop
+    int least_keys[kPlaces];         // pass 2: until these are visited only stop checks in a row end the tile,
+    int patience[kPlaces];           // so many of them
     NextTile next;                   // pass 2
     uint32 v_nonfinite[2];           // pass 1, of a masked value tile: a byte a checking warp, 1 if it found any
     uint64 votes[kVoteSlots];        // a byte a consumer warp: 1 to stop; of a ladder a bit for each tau

@@ -21,11 +21,11 @@ __device__ __forceinline__ void vote(Consumer<Traits>& my, int rows, uint32 n, u
   }
   if (my.lane == 0) {
     const int warp = threadIdx.x / 32 - 4, visited = static_cast<int>(n + 1) * kStopCheckKeys;
-    // Before its least keys have been visited a tile stops after so many checks in a row: then those of each warp are.
+    // Before its least keys have been visited a tile stops after several checks in a row: as many as each warp counts.
     if constexpr (!kWalksLadder<Traits> && !kSkipsValues<Traits>) {
       const int in_a_row = small ? (n == 0 ? 0 : my.shared.in_a_row[warp]) + 1 : 0;
       my.shared.in_a_row[warp] = in_a_row;
-      if (visited < my.shared.least_keys[nth % kPlaces]) small = in_a_row >= spec::kPatience;
+      if (visited < my.shared.least_keys[nth % kPlaces]) small = in_a_row >= my.shared.patience[nth % kPlaces];
     }
     reinterpret_cast<volatile unsigned char*>(&my.shared.votes[(my.voted + n) % kVoteSlots])[warp] = small;
     barrier_arrive(my.shared.voted[(my.voted + n) % kVoteSlots]);

@@ -27,8 +27,8 @@ MAX_STAGES = 2
 def attention_shared(head_dim: int, block_m: int, stages: int, step: int = STEP) -> int:
     """sizeof(AttentionTraits::Shared)."""
     tiles = (block_m + 2 * stages * step) * head_dim * 2
-    ring, p_column, nonfinite, pointers, first_key, tau = (2 * stages + 2) * step * 4, block_m * 4, 8, 4 * 8, 8, 8
-    return tiles + ring + p_column + nonfinite + pointers + first_key + tau
+    ring, p_column, nonfinite, pointers, first_key, stop = (2 * stages + 2) * step * 4, block_m * 4, 8, 4 * 8, 8, 16
+    return tiles + ring + p_column + nonfinite + pointers + first_key + stop
 
 
 def blocks_that_fit(head_dim: int, block_m: int, stages: int, limits: DeviceLimits, step: int = STEP) -> int:
@@ -295,7 +295,7 @@ class _Hopper(Path):
         keys, queries = 2 * HOPPER_STAGES * hopper_block_n(head_dim, block_m), hopper_query_places(head_dim) * block_m
         tiles = (keys + queries) * head_dim * 2
         places, item = 4, 12 * 4
-        rows, work, votes = 2 * block_m * 4, places * (4 + item + 2 * 4), 2 * 4 + 4 * 8 + block_m // 16 * 4
+        rows, work, votes = 2 * block_m * 4, places * (4 + item + 3 * 4), 2 * 4 + 4 * 8 + block_m // 16 * 4
         barriers = (4 + 4 * HOPPER_STAGES + 4 + 4 + 2 * places) * 8
         next_tile = 2 * 8 + (6 * 4 + 2 * HOPPER_BLOCK * 4)
         shared = tiles + rows + work + next_tile + votes + barriers

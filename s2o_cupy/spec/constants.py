@@ -49,7 +49,9 @@ KEY_EXPONENT, QUERY_EXPONENT, MOST_EXPONENT = 4, 7, 9
 DEFAULT_TAU = 0.02  # of segments with up to LONG_FROM candidates
 DEFAULT_TAU_WITH_TAIL = 0.1  # the same with rank="query", where the tail counts what is left
 LEAST_PART = 0.5  # of tau, likewise: a q tile waits for keys that weigh so much of any of its segment's queries
-PATIENCE = 4  # but stops after so many key tiles in a row that add too little: what keys weigh is an estimate
+# But it stops after so many key tiles in a row that add too little, or as many as one of so many parts of its keys
+# fills: what keys weigh is an estimate.
+PATIENCE, PATIENCE_PARTS = 4, 16
 LONG_FROM = 1 << 15
 # How an error finds its taus (reference.error_taus is the definition).
 FIRST_LADDER = (0.6, 0.15, 0.0375, 0.0094, 0.0023, 0.0006, 0.00015, 0.0)  # the last one's walk ends with the keys
@@ -90,6 +92,7 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kMostExponent": MOST_EXPONENT,
     "kLeastParts": round(1 / LEAST_PART),
     "kPatience": PATIENCE,
+    "kPatienceParts": PATIENCE_PARTS,
     "kLadder": len(FIRST_LADDER),
     "kErrorSegments": ERROR_SEGMENTS,
     "kDrawStep": DRAW_STEP,
