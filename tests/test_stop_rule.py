@@ -186,7 +186,10 @@ def test_least_keys_are_of_the_head_of_the_order(rng):
 
 @pytest.mark.parametrize(
     ("gains", "least", "visited"),
-    [("n" * 9, 0, 1), ("n" * 9, 3, 3), ("n" * 9, 9, 4), ("nnnynnnnn", 9, 8), ("yyyyyyyny", 9, 9), ("ynnnny", 5, 5), ("y" + "n" * 79, 80, 6), ("y" + "n" * 95, 96, 7)],
+    [
+        ("n" * 9, 0, 1), ("n" * 9, 3, 3), ("n" * 9, 9, 4), ("nnnynnnnn", 9, 8), ("yyyyyyyny", 9, 9), ("ynnnny", 5, 5),
+        ("y" + "n" * 79, 80, 6), ("y" + "n" * 95, 96, 7),
+    ],
 )
 def test_it_waits_no_longer_than_for_four_tiles_or_a_sixteenth_in_a_row(gains, least, visited):
     """Key tiles of one key that add much, y, or next to nothing to a row."""
