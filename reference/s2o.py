@@ -136,9 +136,9 @@ def visit(
     """A q tile's ``rows`` [M, D] in the state ``start`` (m [M], mass [M], acc [M, D]) see ``keys`` [C], positions in k
     and v [Lk, D], block_n at a time, until a key tile adds too little (:func:`pass2`) or ``visited`` are done.
 
-    ``least``: keys before which only PATIENCE key tiles in a row that add too little end the visit, or as many as one
-    of PATIENCE_PARTS parts of all keys fills. ``step`` is what a key tile does. Returns the state and the number of
-    key tiles visited.
+    ``least``: keys before which only PATIENCE key tiles in a row that add too little end the visit, or as many as a
+    PATIENCE_PARTS-th of all keys fills if that is more. ``step`` is what a key tile does. Returns the state and the
+    number of key tiles visited.
     """
     m, mass, acc = start
     in_a_row, patience = 0, max(PATIENCE, len(keys) // (PATIENCE_PARTS * block_n))
@@ -179,7 +179,7 @@ def pass2(
     A q tile is ``block_m`` consecutive entries of q_order. It visits ``block_n`` entries of k_order at a
     time. The first key tile that adds t < tau * l0 to *every* row ends the visit, together with
     ``stop_lag`` more: it is kept, as it has been computed (the paper's line 13 drops it). Before the order's least keys
-    have been visited (:func:`reference.ordering.least_keys`) it takes several such key tiles in a row. A row whose l0
+    have been visited (:func:`reference.ordering.least_keys`) it takes several in a row (:func:`visit`). A row whose l0
     is 0 or NaN keeps its tile going; tau = 0 never stops, and neither do segments of ``config.dense_last``. Heads may
     have a tau each. Every row of a segment sees all its candidates, so nothing is masked and no row touches another
     except through the common stop. What it leaves unvisited counts for what ``config.tail`` says

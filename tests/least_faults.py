@@ -16,13 +16,14 @@ HOPPER_LEAST = Case(heads=4, kv_heads=2, seqlen_q=2600, segment=256, head_dim=12
 LEAST_BY_HEAD = replace(LEAST, tau=BY_HEAD)
 # Others that stop before, after several tiles in a row, and not after as many with one that gains between them.
 ROW = replace(LEAST, seqlen_q=2600, tau=0.05, scale=0.5)
-# Long enough that a part of its keys fills more tiles than the fewest.
-LONG_ROW = replace(ROW, heads=2, kv_heads=1, seqlen_q=7000, segment=1024)
 HOPPER_ROW = replace(HOPPER_LEAST, seqlen_q=4000, tau=0.2, scale=2.0)
+# Long enough that a part of their keys fills more tiles than the fewest.
+LONG_ROW = replace(ROW, heads=2, kv_heads=1, seqlen_q=7000, segment=1024)
+HOPPER_LONG_ROW = replace(HOPPER_ROW, heads=2, kv_heads=1, seqlen_q=13000, segment=1024)
 
 LEAST_CASES = {
     "least": LEAST, "hopper least": HOPPER_LEAST, "least by head": LEAST_BY_HEAD, "row": ROW, "hopper row": HOPPER_ROW,
-    "long row": LONG_ROW,
+    "long row": LONG_ROW, "hopper long row": HOPPER_LONG_ROW,
 }  # fmt: skip
 
 LEAST_FAULTS: list[tuple[str | tuple[str, ...], Case, Rows]] = [
@@ -69,6 +70,13 @@ LEAST_FAULTS: list[tuple[str | tuple[str, ...], Case, Rows]] = [
         (
             ("as few tiles in a row end it however many keys there are", "stop",
              "max(spec::kPatience, keys / (spec::kPatienceParts * of_check))", "spec::kPatience"),
+        ),
+    ),
+    (
+        PASS2, HOPPER_LONG_ROW,
+        (
+            ("as few tiles in a row end it however many keys there are", "stop",
+             "patience(shared.next.keys, kStopCheckKeys)", "spec::kPatience"),
         ),
     ),
     (

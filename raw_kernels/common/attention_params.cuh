@@ -16,7 +16,7 @@ struct AttentionParams {
   int* visited;            // [batch * heads, segments, tiles]
   int* next_q_tile;        // the launch's next q tile, 0 at its start; null: blocks are dealt theirs (Hopper)
   const float* taus;       // [batch * heads] of each head, or null: tau is of all
-  const int* least_keys;   // [batch * heads, segments]: keys that q tiles visit before they may stop; or null: none
+  const int* least_keys;   // [batch * heads, segments]: keys that q tiles wait for; or null: none
   Geometry geometry;
   Chunk chunk;
   int heads, kv_heads;

@@ -78,8 +78,8 @@ struct PackedRows : QueryTile {
   }
 };
 
-// Of stop checks, each of so many keys, how many in a row at which all rows gained too little end a tile of `keys` before
-// its least keys have been visited.
+// After how many stop checks in a row, at which all rows gained too little, a tile of `keys` stops although its least keys
+// have not been visited. `of_check`: keys between two checks.
 __device__ __forceinline__ int patience(int keys, int of_check) {
   return max(spec::kPatience, keys / (spec::kPatienceParts * of_check));
 }

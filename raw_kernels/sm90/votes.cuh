@@ -21,7 +21,7 @@ __device__ __forceinline__ void vote(Consumer<Traits>& my, int rows, uint32 n, u
   }
   if (my.lane == 0) {
     const int warp = threadIdx.x / 32 - 4, visited = static_cast<int>(n + 1) * kStopCheckKeys;
-    // Before its least keys have been visited a tile stops after several checks in a row: as many as each warp counts.
+    // Until its least keys have been visited a tile stops only after several such checks in a row; each warp counts its own.
     if constexpr (!kWalksLadder<Traits> && !kSkipsValues<Traits>) {
       const int in_a_row = small ? (n == 0 ? 0 : my.shared.in_a_row[warp]) + 1 : 0;
       my.shared.in_a_row[warp] = in_a_row;
