@@ -110,7 +110,8 @@ FIGURES = {
         f"{_SPEED} {_CALLS} --lengths 131072 --taus 0 --orders mean --dense-up-to 0 --error --repeats 3", 2, _OF_CALLS
     ),
     "speed_portable": Figure(
-        f"{_SPEED} {_CALLS} --lengths 32768,131072 --orders query --path portable --error --repeats 6", 2, _OF_CALLS
+        f"benchmarks/speed.py --baselines cudnn,flash2 {_CALLS} --lengths 32768,131072 --orders query,weight "
+        "--path portable --error --repeats 6", 3, _OF_CALLS,
     ),
     "speed_portable_dense": Figure(
         "benchmarks/speed.py --baselines flash2 --lengths 32768,131072 --taus 0 --orders mean --path portable --error "

@@ -105,7 +105,26 @@ VIEWS: dict[str, tuple[list[Column], list[Column]]] = {
             ("pass 1 / cuDNN", ratio("pass1_tflops", "cudnn_tflops"), ".2f"),
         ],
     ),
-    # The same of the portable path.
+    # Calls of the portable path; pass 2 of it beside FlashAttention-2,
+    "portable": (
+        [RANK, DENSITY],
+        [
+            ("S2O ms", value_of("s2o_ms"), "ms"),
+            ("cuDNN ms", value_of("cudnn_ms"), "ms"),
+            ("S2O / cuDNN", ratio("s2o_ms", "cudnn_ms"), ".3f"),
+            ("rel_l2", value_of("rel_l2"), "error"),
+        ],
+    ),
+    "rates_portable": (
+        [RANK, DENSITY],
+        [
+            ("pass 2 ms", value_of("pass2_ms"), "ms"),
+            ("pass 2 TFLOP/s", value_of("pass2_tflops"), ".0f"),
+            ("FlashAttention-2 TFLOP/s", value_of("flash2_tflops"), ".0f"),
+            ("pass 2 / FlashAttention-2", ratio("pass2_tflops", "flash2_tflops"), ".2f"),
+        ],
+    ),
+    # and pass 1 where it does all.
     "dense_portable": (
         [TAU],
         [
