@@ -222,7 +222,7 @@ def pass2(
             )  # fmt: skip
             rest = keys[j * block_n :]
             if len(rest) > 0 and config.adds_tail:
-                m, mass, acc = add_tail(rows, (m, mass, acc), rest, kh, moments[b, h // group], scale, softcap)
+                m, mass, acc = add_tail(rows, (m, mass, acc), rest, kh, vh, moments[b, h // group], scale, softcap)
             state.m[at], state.l[at], state.acc[at] = m, mass, acc
             taken[b, h, n, tile] = j
         if progress is not None:

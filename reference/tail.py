@@ -7,10 +7,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..spec import LOG2E, TAIL_DOUBT, TAIL_REACH, TAIL_SAMPLES, moment_keys, moment_place, moment_samples
+from ..spec import (
+    LOG2E,
+    TAIL_DOUBT,
+    TAIL_EVIDENCE,
+    TAIL_REACH,
+    TAIL_SAMPLES,
+    TAIL_TRIFLE,
+    moment_keys,
+    moment_place,
+    moment_samples,
+)
 from .dense import Array, capped, quiet
 
-__all__ = ["Moments", "add_tail", "key_moments", "sample_places", "sample_variance", "tail_weights"]
+__all__ = [
+    "Moments", "TailValues", "TailWeights", "add_tail", "key_moments", "sample_places", "sample_variance", "tail_values", "tail_weights",
+]  # fmt: skip
 
 
 class Moments(NamedTuple):
@@ -18,6 +30,24 @@ class Moments(NamedTuple):
 
     mean_value: Array  # [D]
     covariance: Array  # [D of values, D of keys]
+
+
+class TailWeights(NamedTuple):
+    """Of M rows, what their samples say."""
+
+    mass: Array  # [M] of all unvisited candidates, as a multiple of what the row has found
+    tilt: Array  # [M] how far the mean score moves with the weights, over the variance of scores
+    weight: Array  # [M, TAIL_SAMPLES] of the samples, in some unit
+    carrying: Array  # [M] how many of them carry the weight
+
+
+class TailValues(NamedTuple):
+    """Of M rows, what their unvisited values are."""
+
+    value: Array  # [M, D]
+    sampled: Array  # [M, D] the samples' own by their weights
+    believed: Array  # [M] how far a value goes from the regression's to that
+    halves: tuple[Array, Array]  # [M, TAIL_EVIDENCE] each: what samples of even and of odd number say beyond the regression
 
 
 @quiet
@@ -48,9 +78,8 @@ def sample_places(left: int) -> Array:
 
 
 @quiet
-def tail_weights(t: Array, lse: Array, left: int, softcap: float) -> tuple[Array, Array]:
-    """Mass [M], as a multiple of what rows with ``lse`` [M] have found, and tilt [M], from the uncapped scores t
-    [M, TAIL_SAMPLES] of the samples.
+def tail_weights(t: Array, lse: Array, left: int, softcap: float) -> TailWeights:
+    """Of rows with ``lse`` [M], from the uncapped scores t [M, TAIL_SAMPLES] of their samples.
 
     The mass is the sum of exp(score) that the samples stand for, less of it the fewer of them carry it: a sample that
     outweighs the others may be alone in its kind. The tilt says how far the mean of t moves with these weights, over
@@ -68,7 +97,35 @@ def tail_weights(t: Array, lse: Array, left: int, softcap: float) -> tuple[Array
     variance = sample_variance(t)
     tilt = np.where(variance > 0, (weight * off).sum(axis=1) / (total * variance), 0)
     tilt = np.fmin(np.fmax(tilt, 0), 1)
-    return np.where(np.isfinite(mass), mass, 0).astype(t.dtype), tilt.astype(t.dtype)
+    mass = np.where(np.isfinite(mass), mass, 0)
+    return TailWeights(mass.astype(t.dtype), tilt.astype(t.dtype), weight, carrying.astype(t.dtype))
+
+
+@quiet
+def tail_values(found: TailWeights, values: Array, regressed: Array) -> TailValues:
+    """Of the samples' ``values`` [TAIL_SAMPLES, D] and, from the regression, ``regressed`` [M, D].
+
+    The weighted mean of the samples' values is right but for noise, the regression has hardly any and may be wrong. How
+    much of what is between them is no noise, samples of even and of odd number say by how far they agree: noise does
+    not. Where nearly all samples carry the weight there is little to learn from it, and their mean is the noisier one.
+    Rows to which hardly anything is to be added keep the regression.
+    """
+
+    def mean(weight: Array, of: Array) -> Array:
+        return (weight @ of) / weight.sum(axis=1, keepdims=True)
+
+    even, odd = (
+        mean(found.weight[:, first::2], values[first::2, :TAIL_EVIDENCE]) - regressed[:, :TAIL_EVIDENCE]
+        for first in (0, 1)
+    )
+    agreed, both = (even * odd).sum(axis=1), ((even + odd) ** 2).sum(axis=1)  # [M]
+    learnt = 1 - found.carrying / (0.75 * TAIL_SAMPLES)  # 0.75: where all scores are equal
+    believed = np.where(agreed > 0, 4 * agreed / both, 0) * np.fmax(learnt, 0)
+    believed = believed * np.fmin(np.fmax(found.mass / TAIL_TRIFLE - 1, 0), 1)
+    sampled = mean(found.weight, values)
+    moved = believed[:, None] * (sampled - regressed)
+    value = np.where(np.isfinite(moved), regressed + moved, regressed).astype(regressed.dtype)
+    return TailValues(value, sampled, believed, (even, odd))
 
 
 def sample_variance(t: Array) -> Array:
@@ -84,21 +141,23 @@ def _shares(t: Array) -> Array:
 
 @quiet
 def add_tail(
-    rows: Array, state: tuple[Array, Array, Array], keys: Array, k: Array, moments: Moments, scale: float,
+    rows: Array, state: tuple[Array, Array, Array], keys: Array, k: Array, v: Array, moments: Moments, scale: float,
     softcap: float,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Queries ``rows`` [M, D] in the state (m [M], mass [M], acc [M, D]) also count ``keys`` [C], positions in k
+    """Queries ``rows`` [M, D] in the state (m [M], mass [M], acc [M, D]) also count ``keys`` [C], positions in k and v
     [Lk, D] in the order in which they would have been visited.
 
-    Their values count as mean_value + tilt * covariance (scale * q), the regression of values on scores at the weighted
-    mean score. Nothing is added where something is not finite.
+    Their values count as `tail_values` says; the regression of values on scores at the weighted mean score is
+    mean_value + tilt * covariance (scale * q). Nothing is added where something of it is not finite.
     """
     m, mass, acc = state
-    t = rows @ k[keys[sample_places(len(keys))]].T * scale  # [M, TAIL_SAMPLES]
-    more, tilt = tail_weights(t, m + np.log(mass), len(keys), softcap)
+    at = keys[sample_places(len(keys))]
+    t = rows @ k[at].T * scale  # [M, TAIL_SAMPLES]
+    found = tail_weights(t, m + np.log(mass), len(keys), softcap)
     if not (np.isfinite(moments.mean_value).all() and np.isfinite(moments.covariance).all()):
         return state
-    value = moments.mean_value + tilt[:, None] * (rows * scale @ moments.covariance.T)  # [M, D]
-    adds = more > 0
-    added = np.where(adds, mass * more, 0).astype(mass.dtype)  # [M]
+    regressed = moments.mean_value + found.tilt[:, None] * (rows * scale @ moments.covariance.T)  # [M, D]
+    value = tail_values(found, v[at], regressed).value
+    adds = found.mass > 0
+    added = np.where(adds, mass * found.mass, 0).astype(mass.dtype)  # [M]
     return m, mass + added, acc + np.where(adds[:, None], added[:, None] * value, 0).astype(acc.dtype)

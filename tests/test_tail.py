@@ -144,7 +144,7 @@ def test_values_that_go_with_scores_are_found(rng):
     exact = weights @ values / weights.sum(axis=1, keepdims=True)
     state = np.zeros(40), np.full(40, 1e-9), np.zeros((40, 8))
     moments = tail.key_moments(keys, values, moment_group(60_000))
-    m, mass, acc = tail.add_tail(queries, state, np.arange(60_000), keys, moments, 1.0, 0.0)
+    m, mass, acc = tail.add_tail(queries, state, np.arange(60_000), keys, values, moments, 1.0, 0.0)
     error = lambda x: np.linalg.norm(x - exact) / np.linalg.norm(exact)  # noqa: E731
     assert error(acc / mass[:, None]) < 0.3 * error(values.mean(axis=0))
     # The mass of 60,000 keys from 128, some of which carry most of it.
@@ -153,7 +153,7 @@ def test_values_that_go_with_scores_are_found(rng):
 
 def test_the_tilt_stays_between_no_and_a_normal_distribution_s(rng):
     t = rng.standard_normal((3, TAIL_SAMPLES)) * [[0.0], [0.1], [30.0]]
-    _, tilt = tail.tail_weights(t, np.zeros(3), 1000, 0.0)
+    tilt = tail.tail_weights(t, np.zeros(3), 1000, 0.0).tilt
     assert tilt[0] == 0 and 0.9 <= tilt[1] <= 1 and 0 < tilt[2] < 0.2
 
 
@@ -162,7 +162,7 @@ def test_the_tilt_stays_between_no_and_a_normal_distribution_s(rng):
 def test_samples_that_outweigh_all_that_was_found(dtype, bits, counts):
     """Count for as much as they weigh, whatever the precision, up to 2 ** TAIL_REACH times; beyond for nothing."""
     t = np.full((1, TAIL_SAMPLES), bits * np.log(2), dtype)
-    mass, _ = tail.tail_weights(t, np.zeros(1, dtype), 1024, 0.0)
+    mass = tail.tail_weights(t, np.zeros(1, dtype), 1024, 0.0).mass
     carrying = 1 / np.square((2 * np.arange(TAIL_SAMPLES) + 1) / TAIL_SAMPLES**2).sum()
     if counts:  # exp of a float32 score of so many bits is off by as much as the score, bits * 2^-24
         assert np.log2(mass[0]) == pytest.approx(bits + 10 + np.log2(carrying / (carrying + TAIL_DOUBT)), abs=1e-4)
@@ -178,7 +178,7 @@ def test_what_is_not_finite_adds_nothing(rng, place, value):
     {"k": k, "v": v}[place][:] = value
     moments, before = tail.key_moments(k, v, moment_group(200)), [x.copy() for x in state]
     with np.errstate(invalid="ignore", over="ignore"):
-        found = tail.add_tail(q, state, np.arange(200), k, moments, 0.5, 0.0)
+        found = tail.add_tail(q, state, np.arange(200), k, v, moments, 0.5, 0.0)
     for x, y in zip(found, before, strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -192,7 +192,7 @@ def test_products_beyond_the_dtype_add_nothing(rng):
     state = np.zeros(200, np.float32), np.ones(200, np.float32), v / 2
     moments, before = tail.key_moments(k, v, moment_group(200)), [x.copy() for x in state]
     assert np.isfinite(moments.mean_value).all() and not np.isfinite(moments.covariance).all()
-    for x, y in zip(tail.add_tail(q, state, np.arange(200), k, moments, 0.5, 0.0), before, strict=True):
+    for x, y in zip(tail.add_tail(q, state, np.arange(200), k, v, moments, 0.5, 0.0), before, strict=True):
         np.testing.assert_array_equal(x, y)
 
 

@@ -22,9 +22,22 @@ __device__ __forceinline__ bool moments_are_finite(const float* mean_values) {
   return __all_sync(kFullWarp, finite);
 }
 
-// Sample i stands at the square of (i + 1/2) / kTailSamples of the way through the unvisited candidates.
-__device__ __forceinline__ int sample_place(int i, int left) {
-  return static_cast<int>(static_cast<int64>((2 * i + 1) * (2 * i + 1)) * left / (4 * kTailSamples * kTailSamples));
+// The sample of a half, number i of it, stands at the square of (n + 1/2) / kTailSamples of the way through the unvisited
+// candidates, n = 2 i + half.
+__device__ __forceinline__ int sample_place(int half, int i, int left) {
+  const int64 odd = 2 * (2 * i + half) + 1;
+  return static_cast<int>(odd * odd * left / (4 * kTailSamples * kTailSamples));
+}
+
+// How far the samples' own values are to be believed, by how two halves of them agree: of sums over elements.
+__device__ __forceinline__ float agreement(float agreed, float both) {
+  return agreed > 0.f ? __fdividef(4.f * agreed, both) : 0.f;
+}
+
+// A value by a regression, and by samples as far as these are believed.
+__device__ __forceinline__ float value_between(float regressed, float sampled, float believed) {
+  const float moved = believed * (sampled - regressed);
+  return fabsf(moved) < infinity() ? regressed + moved : regressed;
 }
 
 }  // namespace s2o

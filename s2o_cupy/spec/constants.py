@@ -58,8 +58,10 @@ FIRST_LADDER = (0.6, 0.15, 0.0375, 0.0094, 0.0023, 0.0006, 0.00015, 0.0)  # the 
 ERROR_SEGMENTS = 32  # that are sampled, all if there are no more
 DRAW_STEP = 0x61C88647  # of 2^32, by the golden ratio: where in its run of neighbours each sampled segment stands
 WEIGHT_RUN = 8  # queries behind a pooled query of rank="weight", where nobody says how many there are
-TAIL_SAMPLES = 128  # unvisited candidates that say how much all of them weigh
-TAIL_DOUBT = 8  # so many of them that share the weight evenly are believed by half
+TAIL_SAMPLES = 256  # unvisited candidates that say how much all of them weigh, and what they are worth
+TAIL_DOUBT = 4  # so many of them that share the weight evenly are believed by half
+TAIL_EVIDENCE = 32  # elements of values that tell how far the samples' are to be believed
+TAIL_TRIFLE = 1 / 64  # of what a row has found: up to where so much is added, values are those of a regression
 TAIL_REACH = 100  # log2 of how many times all that a row has found one of them may weigh
 MOMENT_KEYS = 2048  # keys between a power of two and the next that means and covariances are taken from, at most
 GRAIN_KEYS = 256  # at most, of which the numbers of keys that moments are taken of are multiples
@@ -81,6 +83,8 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kMomentKeys": MOMENT_KEYS,
     "kTailDoubt": TAIL_DOUBT,
     "kTailReach": TAIL_REACH,
+    "kTailEvidence": TAIL_EVIDENCE,
+    "kTailTrifleParts": round(1 / TAIL_TRIFLE),
     "kOutlierShift": OUTLIER_SHIFT,
     "kBlockUnits": BLOCK_UNITS,
     "kSampledOfBlock": SAMPLED_OF_BLOCK,
