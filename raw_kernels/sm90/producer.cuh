@@ -98,26 +98,12 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
   }
   Ring<kStages> k_ring, v_ring;
   uint32 voted = 0;  // stop checks of the q tiles before this one
-  // By boxes: the place among keys that a sample is gathered to, of which a warp tells once all its threads' copies have
-  // landed; or -1.
-  [[maybe_unused]] int sample = -1;
-  const auto report_sample = [&] {
-    if (!kByBoxes || sample < 0) return;
-    cp_async_wait_all();
-    fence_for_wgmma();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared.k_full[sample]);
-    sample = -1;
-  };
   for (uint32 nth = 0;; ++nth) {
     const uint32 slot = nth % kQueryPlaces, nth_parity = nth / kQueryPlaces & 1, place = nth % kPlaces;
     await_q_tile(shared, nth);
     const int q_tile = shared.q_tile[place];
     barrier_arrive(shared.q_tile_empty[place]);
-    if (q_tile < 0) {
-      report_sample();
-      return;
-    }
+    if (q_tile < 0) return;
 
     const Rows rows(params, q_tile);
     const int batch = rows.batch(params.heads), kv_head = rows.kv_head(params.heads, params.kv_heads);
@@ -185,7 +171,6 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
         if constexpr (kPaged) look_up_page(tile + 1);
       }
       if (tile == 0) {
-        report_sample();
         barrier_wait(shared.q_empty[slot], nth_parity ^ 1);
         if (kBlockM == kWarpgroup || row < kBlockM) shared.rows[nth % 2][row] = position;
         if constexpr (kByBoxes) {
@@ -244,31 +229,64 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
     if constexpr (kAddsTail<Traits>) {
       const int visited = stop_checks * kStopCheckKeys, left = count - visited;
       if (left > 0) {
-        const int i = visited + sample_place(row, left), unit_of_sample = Rows::unit(params, order, i);
-        barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
         const int64 moments = moments_of(params, rows);
         if (row < Traits::kHeadDim)
           cp_async_4(shared_address(shared.mean_values + row), params.mean_values + moments * Traits::kHeadDim + row);
+        int samples[2];  // of each half the slot, or position, of this thread's
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int i = visited + sample_place(half, row, left);
+          samples[half] = Rows::key(params, Rows::unit(params, order, i), i);
+          if constexpr (kPaged) samples[half] = pages.slot(pages.of(table_row), samples[half]);
+        }
+        const auto copied = [&](uint64& full) {  // by boxes told of below
+          if constexpr (kByBoxes) {
+            cp_async_commit();
+          } else {
+            barrier_arrive_after_copies(full);
+          }
+        };
+        const auto report = [&](uint64& full) {
+          fence_for_wgmma();
+          __syncwarp();
+          if (threadIdx.x % 32 == 0) barrier_arrive(full);
+        };
+        const uint32 k_places[2] = {k_ring.slot, k_ring.after().slot}, v_places[2] = {v_ring.slot, v_ring.after().slot};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
+          layout.gather_keys(shared_address(shared.k[k_ring.slot]), k, k_units(samples[half]), whole_rows);
+          copied(shared.k_full[k_ring.slot]);
+          k_ring.advance();
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
+          layout.gather_keys(shared_address(shared.v[v_ring.slot]), v, value_units(samples[half]), whole_rows);
+          copied(shared.v_full[v_ring.slot]);
+          v_ring.advance();
+        }
+        if constexpr (kByBoxes) {
+          cp_async_wait<3>();
+          report(shared.k_full[k_places[0]]);
+          cp_async_wait<2>();
+          report(shared.k_full[k_places[1]]);
+        }
+        barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
         if constexpr (kByBoxes) {
           const int r = BoxCopies<Traits>::kept_row();
-          BoxCopies<Traits>::bring(shared.v[v_ring.slot], maps.covariances, shared.v_full[v_ring.slot],
+          BoxCopies<Traits>::bring(shared.k[k_ring.slot], maps.covariances, shared.k_full[k_ring.slot],
                                    {r < Traits::kHeadDim ? static_cast<int>(moments) * Traits::kHeadDim + r : kPastRows,
                                     0, 0});
+          cp_async_wait<1>();
+          report(shared.v_full[v_places[0]]);
+          cp_async_wait<0>();
+          report(shared.v_full[v_places[1]]);
         } else {
           layout.gather_keys(
-              shared_address(shared.v[v_ring.slot]),
+              shared_address(shared.k[k_ring.slot]),
               params.covariances + moments * (Traits::kHeadDim * Traits::kHeadDim),
               row < Traits::kHeadDim ? row * (Traits::kHeadDim / 8) : kNoRow, Traits::kHeadDim == kBlockN && whole_rows);
-          barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
-        }
-        v_ring.advance();
-        int slot_of_sample = Rows::key(params, unit_of_sample, i);
-        if constexpr (kPaged) slot_of_sample = pages.slot(pages.of(table_row), slot_of_sample);
-        barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
-        layout.gather_keys(shared_address(shared.k[k_ring.slot]), k, k_units(slot_of_sample), whole_rows);
-        if constexpr (kByBoxes) {  // told of later: the next q tile's first keys are asked for meanwhile
-          sample = k_ring.slot;
-        } else {
           barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
         }
         k_ring.advance();

@@ -51,8 +51,8 @@ template <class Traits, int kProducer, int kConsumer>
 constexpr bool kFitsRegisters = kProducer + Traits::kConsumers * kConsumer <=
                                 (1 + Traits::kConsumers) * (Traits::kConsumers == 1 ? 128 : 168);  // or one waits forever
 constexpr int kVoteSlots = 4;  // a warpgroup is never more than 3 stop checks ahead of a reader of its votes
-// kTurn and kSkip have one for either warpgroup.
-enum NamedBarrier { kTurn = 1, kTake = 3, kNext = 4, kSkip = 5 };
+// kTurn, kSkip and kTail have one for either warpgroup.
+enum NamedBarrier { kTurn = 1, kTake = 3, kNext = 4, kSkip = 5, kTail = 7 };
 
 // What a consumer has to know of its q tile. In pass 1, of short tiles, one thread works it out for all.
 struct QTile {
@@ -166,6 +166,11 @@ struct Ring {
       slot = 0;
       parity ^= 1;
     }
+  }
+  __device__ __forceinline__ Ring after() const {
+    Ring next = *this;
+    next.advance();
+    return next;
   }
 };
 

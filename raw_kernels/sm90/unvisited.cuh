@@ -1,12 +1,17 @@
-// What the candidates that a q tile has not visited count for (tail/sample_sums.cuh): a consumer adds it to its output
-// before it stores that. For it the producer brings a tile of keys more, a sample of theirs, and in the place of a tile of
-// values the covariance of values and keys.
+// What the candidates that a q tile has not visited count for (reference/tail.py): a consumer adds it to its output before it
+// stores that. For it the producer brings keys of a sample of theirs, in two halves, the covariance of values and keys in the
+// place of another tile of keys, and the sample's values.
 #pragma once
+#include "common/keep_finite.cuh"
 #include "sm90/products.cuh"
 #include "tail/with_tail.cuh"
 
 namespace s2o {
 namespace sm90 {
+
+constexpr int kTailColumns = 64;    // of values, at a time
+constexpr float kMostLift = 100.f;  // log2 of the largest factor by which weights are lifted to be packed
+constexpr float kMostOver = 1024.f;
 
 // This warpgroup's queries, as wgmma has a in registers, in bfloat16 as covariances are.
 template <class Traits>
@@ -24,73 +29,243 @@ __device__ __forceinline__ void load_queries(const Consumer<Traits>& my, uint32 
   }
 }
 
-// Of the sample's scores in s: the mass of `left` candidates as a multiple of what each row has found, and the tilt.
+template <int kValue>
+struct Number { static constexpr int value = kValue; };
+
+// Weights of both halves of the sample, packed as products with values have them.
 template <class Traits>
-__device__ __forceinline__ void find_mass(const Consumer<Traits>& my, const TailAttentionParams& all, int left,
-                                          float (&mass)[2], float (&tilt)[2]) {
-  static_assert(Traits::kBlockN == kTailSamples, "one tile of keys is the sample");
-  const TailScores scores{all.scale_log2, all.cap_scale};
+struct SampleWeights {
+  uint32 packed[2][Traits::kKeyTiles][2];
+  float lift[2];  // [rows] what packed ones are multiples of weights by
+};
+
+// Of the scores in s of a half of the sample. The largest of the first half is packed as kTailSamples / 4 times its share, so
+// that float16 holds the others as well; of the second half they may be larger by 2^kMostOver.
+template <int kHalf, class Traits>
+__device__ __forceinline__ void weigh_half(Consumer<Traits>& my, const TailScores& scores, const float (&found)[2],
+                                           SampleSums& sums, SampleWeights<Traits>& weights) {
+  static_assert(Traits::kBlockN == kTailHalf, "one tile of keys is half of the sample");
+  using Element = typename Traits::Element;
   const auto product = [&](int j, int h, int e) { return my.s[j * 4 + 2 * h + e]; };
-  const float found[2] = {my.m[0] + __log2f(my.l[0]), my.m[1] + __log2f(my.l[1])};
-  SampleSums sums;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float most = -infinity();
 #pragma unroll
     for (int j = 0; j < Traits::kKeyTiles; ++j) most = fmaxf(most, fmaxf(product(j, h, 0), product(j, h, 1)));
-    sums.set_base(h, found[h], scores.size(most, found[h]));
+    const float size = sums.of_largest(scores.size(most, found[h]));  // log2, as a multiple of what the row has found
+    const float base = found[h] + (size > kLargestSize ? size : 0.f);
+    if constexpr (kHalf == 0) {
+      sums.base[h] = base;
+      weights.lift[h] = exp2_approx(fminf(base - found[h] - size, kMostLift)) * (kTailSamples / 4);
+    } else {
+      float lower = 1.f;  // the first half's packed weights
+      if (base > sums.base[h]) weights.lift[h] = __fdividef(weights.lift[h], sums.rebase(h, base));
+      const float over = exp2_approx(size + found[h] - sums.base[h]) * weights.lift[h] * (4.f / kTailSamples);
+      if (over > kMostOver) lower = __fdividef(1.f, over);
+      if (__any_sync(kFullWarp, lower != 1.f)) {
+#pragma unroll
+        for (int j = 0; j < Traits::kKeyTiles; ++j) {
+          uint32& pair = weights.packed[0][j][h];
+          pair = Element::pack(Element::low(pair) * lower, Element::high(pair) * lower);
+        }
+        weights.lift[h] *= lower;
+      }
+    }
   }
-  sums.template find_middle<Traits::kKeyTiles>(product);
-  sums.clear();
-  sums.template add<Traits::kKeyTiles>(0, scores, product);
-  sums.finish(left, all.scale, found, mass, tilt);
+  if constexpr (kHalf == 0) {
+    sums.template find_middle<Traits::kKeyTiles>(product);
+    sums.clear();
+  }
+  sums.template add<Traits::kKeyTiles>(kHalf, 0, scores, product, [&](int j, int h, int e, float weight) {
+    my.s[j * 4 + 2 * h + e] = weight * weights.lift[h];
+  });
+#pragma unroll
+  for (int j = 0; j < Traits::kKeyTiles; ++j)
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      weights.packed[kHalf][j][h] = Element::pack(my.s[j * 4 + 2 * h], my.s[j * 4 + 2 * h + 1]);
+  if constexpr (kHalf == 0) sums.keep_even();
+}
+
+// x = queries times kCount / 4 * 8 rows of the covariance, from row `first` on. Queries are read anew: registers are few.
+template <int kCount, class Traits>
+__device__ __forceinline__ void regress(const Consumer<Traits>& my, float (&x)[kCount], uint32 nth, uint32 covariance,
+                                        int first) {
+  uint32 q[Traits::kHeadDim / 16][4];
+  load_queries(my, nth, q);
+  wgmma_fence();
+#pragma unroll
+  for (int c = 0; c < Traits::kHeadDim / 16; ++c)
+    Wgmma<Bfloat16>::template rs_rows<Traits::kRowsStride>(
+        x, q[c],
+        descriptor_at(covariance, first / 8 * Traits::kRowsStride + c / 4 * Traits::kColumnsStride + c % 4 * 32), c > 0);
+  wgmma_commit();
+  wgmma_wait<0>();
+  finished(x);
+}
+// x (+)= weights of a half times kCount / 4 * 8 columns of values, from column `first` on, a multiple of 64. In flight.
+template <int kCount, class Traits>
+__device__ __forceinline__ void issue_values(float (&x)[kCount], const uint32 (&weights)[Traits::kKeyTiles][2],
+                                             uint32 values, int first, bool adds) {
+  wgmma_fence();
+#pragma unroll
+  for (int j = 0; j < Traits::kKeyTiles; j += 2) {
+    const uint32 a[4] = {weights[j][0], weights[j][1], weights[j + 1][0], weights[j + 1][1]};
+    Wgmma<typename Traits::Element>::template rs<Traits::kRowsStride>(
+        x, a, descriptor_at(values, j * Traits::kRowsStride + first / 64 * Traits::kColumnsStride), j > 0 || adds);
+  }
+  wgmma_commit();
+}
+
+// What is added to a q tile's rows, and what to.
+template <class Traits>
+struct Unvisited {
+  uint32 outputs[Traits::kDimTiles][2];  // [dims, rows] so far, packed: registers are few
+  SampleWeights<Traits> weights;
+  float added[2], slope[2], believed[2];
+  float per_sample[2];                   // what makes a sum of packed weights 1
+  uint32 covariance, values[2];          // descriptors
+};
+
+// By how far both halves agree on some elements. per_half: what makes a half's sum of packed weights 1.
+template <class Traits>
+__device__ __forceinline__ void believe(const Consumer<Traits>& my, Unvisited<Traits>& rows, const float (&per_half)[2][2],
+                                        uint32 nth) {
+  constexpr int kEvidence = spec::kTailEvidence;
+  const float2* means = reinterpret_cast<const float2*>(my.shared.mean_values) + my.lane % 4;
+  float x[kEvidence / 2], even[kEvidence / 2], odd[kEvidence / 2];
+  regress(my, x, nth, rows.covariance, 0);
+  issue_values<kEvidence / 2, Traits>(even, rows.weights.packed[0], rows.values[0], 0, false);
+  issue_values<kEvidence / 2, Traits>(odd, rows.weights.packed[1], rows.values[1], 0, false);
+  wgmma_wait<0>();
+  finished(even);
+  finished(odd);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float agreed = 0.f, both = 0.f;
+#pragma unroll
+    for (int d = 0; d < kEvidence / 8; ++d) {
+      const float2 mean = means[d * 4];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int i = d * 4 + 2 * h + e;
+        const float regressed = fmaf(rows.slope[h], x[i], e == 0 ? mean.x : mean.y);
+        const float a = fmaf(even[i], per_half[0][h], -regressed), b = fmaf(odd[i], per_half[1][h], -regressed);
+        agreed = fmaf(a, b, agreed);
+        both = fmaf(a + b, a + b, both);
+      }
+    }
+    rows.believed[h] *= agreement(SampleSums::of_quad(agreed), SampleSums::of_quad(both));
+  }
+}
+
+// Adds kTailColumns columns of values at a time. kSampled: also what samples say.
+template <bool kSampled, class Traits>
+__device__ __forceinline__ void add_columns(const Consumer<Traits>& my, Unvisited<Traits>& rows, uint32 nth) {
+  using Element = typename Traits::Element;
+  const float2* means = reinterpret_cast<const float2*>(my.shared.mean_values) + my.lane % 4;
+#pragma unroll
+  for (int first = 0; first < Traits::kHeadDim; first += kTailColumns) {
+    float x[kTailColumns / 2], sampled[kTailColumns / 2];
+    regress(my, x, nth, rows.covariance, first);
+    if constexpr (kSampled) {
+      issue_values<kTailColumns / 2, Traits>(sampled, rows.weights.packed[0], rows.values[0], first, false);
+      issue_values<kTailColumns / 2, Traits>(sampled, rows.weights.packed[1], rows.values[1], first, true);
+      wgmma_wait<0>();
+      finished(sampled);
+    }
+#pragma unroll
+    for (int d = 0; d < kTailColumns / 8; ++d) {
+      const float2 mean = means[(first / 8 + d) * 4];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int i = d * 4 + 2 * h;
+        float low = fmaf(rows.slope[h], x[i], mean.x), high = fmaf(rows.slope[h], x[i + 1], mean.y);
+        if constexpr (kSampled) {
+          low = value_between(low, sampled[i] * rows.per_sample[h], rows.believed[h]);
+          high = value_between(high, sampled[i + 1] * rows.per_sample[h], rows.believed[h]);
+        }
+        uint32& out = rows.outputs[first / 8 + d][h];
+        const float added = rows.added[h];
+        const uint32 sum = pack_finite<Element>(fmaf(Element::low(out), 1.f - added, added * low),
+                                                fmaf(Element::high(out), 1.f - added, added * high));
+        out = added > 0.f ? sum : out;  // a row without a tail keeps its bits
+      }
+    }
+  }
 }
 
 // From acc and (m, l) of what has been visited to those of all candidates, of which `left` have not: acc a mean, l 1.
 template <class Traits>
 __device__ __forceinline__ void add_unvisited(Consumer<Traits>& my, const TailAttentionParams& all, uint32 nth, uint32 q,
                                               int left) {
+  using Element = typename Traits::Element;
   constexpr int kHeadDim = Traits::kHeadDim;
-  issue_scores(my, q);
-  pass_turn(my);
-  wgmma_wait<0>();
-  finished(my.s);
-  release_k(my);
-  float mass[2], tilt[2];
-  find_mass(my, all, left, mass, tilt);
-
-  uint32 queries[kHeadDim / 16][4];
-  load_queries(my, nth, queries);
-  barrier_wait(my.shared.v_full[my.v_ring.slot], my.v_ring.parity);
-  const uint32 covariance = tile_descriptor(shared_address(my.shared.v[my.v_ring.slot]), 0);  // in place of values
-  float (&x)[Traits::kKeyTiles * 4] = my.s;
-  wgmma_fence();
-#pragma unroll
-  for (int c = 0; c < kHeadDim / 16; ++c)
-    Wgmma<Bfloat16>::template rs_rows<Traits::kRowsStride>(
-        x, queries[c], descriptor_at(covariance, c / 4 * Traits::kColumnsStride + c % 4 * 32), c > 0);
-  wgmma_commit();
-  release(my, my.shared.q_empty[nth % Traits::kQueryPlaces]);
-  const bool finite = moments_are_finite<kHeadDim>(my.shared.mean_values);
-  const float2* means = reinterpret_cast<const float2*>(my.shared.mean_values) + my.lane % 4;
-  wgmma_wait<0>();
-  finished(x);
-  release_v(my);
+  Unvisited<Traits> rows;
+  const float found[2] = {my.m[0] + __log2f(my.l[0]), my.m[1] + __log2f(my.l[1])};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if (!finite || !(mass[h] > 0.f)) continue;  // a row without a tail keeps its bits
-    const float added = __fdividef(mass[h], 1.f + mass[h]), kept = (1.f - added) / my.l[h];
-    const float slope = tilt[h] * all.scale * added;
+    keep_finite<Element, Traits::kDimTiles * 2>(
+        [&](int i) -> float& { return my.acc[i / 2 * 4 + 2 * h + i % 2]; }, my.l[h]);
+    const float inverse = my.l[h] == 0.f ? 0.f : 1.f / my.l[h];
 #pragma unroll
-    for (int d = 0; d < Traits::kDimTiles; ++d) {
-      const int i = d * 4 + 2 * h;
-      const float2 mean = means[d * 4];
-      my.acc[i] = fmaf(my.acc[i], kept, fmaf(slope, x[i], added * mean.x));
-      my.acc[i + 1] = fmaf(my.acc[i + 1], kept, fmaf(slope, x[i + 1], added * mean.y));
-    }
-    my.m[h] += __log2f(my.l[h]) + log1pf(mass[h]) * kLog2E;
-    my.l[h] = 1.f;
+    for (int d = 0; d < Traits::kDimTiles; ++d)
+      rows.outputs[d][h] = Element::pack(my.acc[d * 4 + 2 * h] * inverse, my.acc[d * 4 + 2 * h + 1] * inverse);
   }
+
+  const TailScores scores{all.scale_log2, all.cap_scale};
+  SampleSums sums;
+  const auto half = [&](auto number) {
+    issue_scores(my, q);
+    pass_turn(my);
+    wgmma_wait<0>();
+    finished(my.s);
+    release_k(my);
+    weigh_half<decltype(number)::value>(my, scores, found, sums, rows.weights);
+  };
+  half(Number<0>());
+  half(Number<1>());
+  SampleFindings all_say = sums.finish(left, all.scale, found);
+  const bool finite = moments_are_finite<kHeadDim>(my.shared.mean_values);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float mass = finite ? all_say.mass[h] : 0.f;
+    rows.believed[h] = finite ? all_say.believed[h] : 0.f;
+    rows.slope[h] = all_say.tilt[h] * all.scale;
+    const float unit = __fdividef(1.f, rows.weights.lift[h]);
+    rows.per_sample[h] = all_say.per_sample[h] * unit;
+    all_say.per_half[0][h] *= unit;
+    all_say.per_half[1][h] *= unit;
+    rows.added[h] = __fdividef(mass, 1.f + mass);
+    my.m[h] = found[h] + log1pf(mass) * kLog2E;
+    my.l[h] = my.l[h] == 0.f ? 0.f : 1.f;
+  }
+
+  barrier_wait(my.shared.k_full[my.k_ring.slot], my.k_ring.parity);
+  rows.covariance = tile_descriptor(shared_address(my.shared.k[my.k_ring.slot]), 0);  // in place of keys
+  const auto next = my.v_ring.after();
+  barrier_wait(my.shared.v_full[my.v_ring.slot], my.v_ring.parity);
+  barrier_wait(my.shared.v_full[next.slot], next.parity);
+  rows.values[0] = tile_descriptor(shared_address(my.shared.v[my.v_ring.slot]), Traits::kColumnsStride);
+  rows.values[1] = tile_descriptor(shared_address(my.shared.v[next.slot]), Traits::kColumnsStride);
+  // Of the warpgroup, whose products are common.
+  if (named_count(kTail + my.group, kWarpgroup, rows.believed[0] > 0.f || rows.believed[1] > 0.f) > 0) {
+    believe(my, rows, all_say.per_half, nth);
+    add_columns<true>(my, rows, nth);
+  } else {
+    add_columns<false>(my, rows, nth);
+  }
+  release(my, my.shared.q_empty[nth % Traits::kQueryPlaces]);
+  release_k(my);
+  release_v(my);
+  release_v(my);
+#pragma unroll
+  for (int d = 0; d < Traits::kDimTiles; ++d)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      my.acc[d * 4 + 2 * h] = Element::low(rows.outputs[d][h]);
+      my.acc[d * 4 + 2 * h + 1] = Element::high(rows.outputs[d][h]);
+    }
 }
 
 }  // namespace sm90

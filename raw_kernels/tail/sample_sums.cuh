@@ -47,12 +47,19 @@ struct SampleSums {
     x += __shfl_xor_sync(kFullWarp, x, 1);
     return x + __shfl_xor_sync(kFullWarp, x, 2);
   }
-  // Of row h, of which this thread's samples are at most 2^size times what it has found: where they may be too many for
-  // a sum, they are counted in units of the largest.
-  __device__ __forceinline__ void set_base(int h, float found, float size) {
-    size = fmaxf(size, __shfl_xor_sync(kFullWarp, size, 1));
-    size = fmaxf(size, __shfl_xor_sync(kFullWarp, size, 2));
-    base[h] = found + (size > kLargestSize ? size : 0.f);
+  static __device__ __forceinline__ float of_largest(float x) {
+    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
+    return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
+  }
+  // Counts all from now on in units of 2^other, and says what sums so far are multiplied with.
+  __device__ __forceinline__ float rebase(int h, float other) {
+    const float factor = exp2_approx(base[h] - other);
+    base[h] = other;
+    weights[h] *= factor;
+    even[h] *= factor;
+    squares[h] *= factor * factor;
+    weighted[h] *= factor;
+    return factor;
   }
   // Of products with kTiles * 8 samples.
   template <int kTiles, class Product>
@@ -111,8 +118,7 @@ struct SampleSums {
   __device__ __forceinline__ void raise_base() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float most = fmaxf(weights[h], __shfl_xor_sync(kFullWarp, weights[h], 1));
-      most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
+      const float most = of_largest(weights[h]);
       if (too_large[h]) base[h] += fmaxf(most, 0.f);  // others keep their bits
     }
   }

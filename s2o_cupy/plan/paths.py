@@ -245,8 +245,8 @@ class _Hopper(Path):
         return replace(pass2, family=_BOXES_SM90.get(pass2.family, pass2.family))
 
     def with_tail(self, pass2: Kernel) -> Kernel | None:
-        """Of tiles of 128: a tile of keys is then as large as a sample."""
-        if pass2.family is not PASS2_SM90 or hopper_block_n(pass2.head_dim) != TAIL_SAMPLES:
+        """Of tiles of 128: a tile of keys is then as large as half of a sample."""
+        if pass2.family is not PASS2_SM90 or hopper_block_n(pass2.head_dim) != TAIL_SAMPLES // 2:
             return None
         return replace(pass2, family=PASS2_TAIL_SM90, shared_bytes=pass2.shared_bytes + pass2.head_dim * 4)
 
