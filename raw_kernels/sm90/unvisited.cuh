@@ -1,15 +1,14 @@
-// What the candidates that a q tile has not visited count for (reference/tail.py): a consumer adds it to its output before it
-// stores that. For it the producer brings keys of a sample of theirs, in two halves, the covariance of values and keys in the
+// What the candidates that a q tile has not visited count for (reference/tail.py): a consumer adds it to the output that it has
+// stored, as registers do not hold that beside the weights of a sample. For it the producer brings keys of a sample of theirs, in two halves, the covariance of values and keys in the
 // place of another tile of keys, and the sample's values.
 #pragma once
-#include "common/keep_finite.cuh"
+#include "sm90/outputs.cuh"
 #include "sm90/products.cuh"
 #include "tail/with_tail.cuh"
 
 namespace s2o {
 namespace sm90 {
 
-constexpr int kTailColumns = 64;    // of values, at a time
 constexpr float kMostLift = 100.f;  // log2 of the largest factor by which weights are lifted to be packed
 constexpr float kMostOver = 1024.f;
 
@@ -120,8 +119,9 @@ __device__ __forceinline__ void issue_values(float (&x)[kCount], const uint32 (&
 // What is added to a q tile's rows, and what to.
 template <class Traits>
 struct Unvisited {
-  uint32 outputs[Traits::kDimTiles][2];  // [dims, rows] so far, packed: registers are few
   SampleWeights<Traits> weights;
+  uint16* out[2];
+  bool adds[2];
   float added[2], slope[2], believed[2];
   float per_sample[2];                   // what makes a sum of packed weights 1
   uint32 covariance, values[2];          // descriptors
@@ -159,61 +159,94 @@ __device__ __forceinline__ void believe(const Consumer<Traits>& my, Unvisited<Tr
   }
 }
 
-// Adds kTailColumns columns of values at a time. kSampled: also what samples say.
+// acc = what is added to each row of the output but for the mean value's part, of which the row's `share` is: the regression and,
+// with kSampled, what samples say, as far as they are believed.
 template <bool kSampled, class Traits>
-__device__ __forceinline__ void add_columns(const Consumer<Traits>& my, Unvisited<Traits>& rows, uint32 nth) {
+__device__ __forceinline__ void multiply_unvisited(Consumer<Traits>& my, Unvisited<Traits>& rows, uint32 nth) {
   using Element = typename Traits::Element;
-  const float2* means = reinterpret_cast<const float2*>(my.shared.mean_values) + my.lane % 4;
+  if constexpr (kSampled) {
 #pragma unroll
-  for (int first = 0; first < Traits::kHeadDim; first += kTailColumns) {
-    float x[kTailColumns / 2], sampled[kTailColumns / 2];
-    regress(my, x, nth, rows.covariance, first);
-    if constexpr (kSampled) {
-      issue_values<kTailColumns / 2, Traits>(sampled, rows.weights.packed[0], rows.values[0], first, false);
-      issue_values<kTailColumns / 2, Traits>(sampled, rows.weights.packed[1], rows.values[1], first, true);
-      wgmma_wait<0>();
-      finished(sampled);
-    }
+    for (int h = 0; h < 2; ++h) {
+      const float factor = rows.added[h] * rows.believed[h] * rows.per_sample[h];
 #pragma unroll
-    for (int d = 0; d < kTailColumns / 8; ++d) {
-      const float2 mean = means[(first / 8 + d) * 4];
+      for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int i = d * 4 + 2 * h;
-        float low = fmaf(rows.slope[h], x[i], mean.x), high = fmaf(rows.slope[h], x[i + 1], mean.y);
-        if constexpr (kSampled) {
-          low = value_between(low, sampled[i] * rows.per_sample[h], rows.believed[h]);
-          high = value_between(high, sampled[i + 1] * rows.per_sample[h], rows.believed[h]);
+        for (int j = 0; j < Traits::kKeyTiles; ++j) {
+          uint32& pair = rows.weights.packed[half][j][h];
+          pair = Element::pack(Element::low(pair) * factor, Element::high(pair) * factor);
         }
-        uint32& out = rows.outputs[first / 8 + d][h];
-        const float added = rows.added[h];
-        const uint32 sum = pack_finite<Element>(fmaf(Element::low(out), 1.f - added, added * low),
-                                                fmaf(Element::high(out), 1.f - added, added * high));
-        out = added > 0.f ? sum : out;  // a row without a tail keeps its bits
-      }
     }
+    wgmma_fence();
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int j = 0; j < Traits::kKeyTiles; j += 2) {
+        const uint32(&p)[Traits::kKeyTiles][2] = rows.weights.packed[half];
+        const uint32 a[4] = {p[j][0], p[j][1], p[j + 1][0], p[j + 1][1]};
+        Wgmma<Element>::template rs<Traits::kRowsStride>(
+            my.acc, a, descriptor_at(rows.values[half], j * Traits::kRowsStride), half > 0 || j > 0);
+      }
+    wgmma_commit();
+    wgmma_wait<0>();  // before queries take registers of the weights
+    finished(my.acc);
   }
+  uint32 q[Traits::kHeadDim / 16][4];
+  load_queries(my, nth, q);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float factor = rows.added[i % 2] * (1.f - rows.believed[i % 2]) * rows.slope[i % 2];
+#pragma unroll
+    for (int c = 0; c < Traits::kHeadDim / 16; ++c)
+      q[c][i] = Bfloat16::pack(Bfloat16::low(q[c][i]) * factor, Bfloat16::high(q[c][i]) * factor);
+  }
+  wgmma_fence();
+#pragma unroll
+  for (int c = 0; c < Traits::kHeadDim / 16; ++c)
+    Wgmma<Bfloat16>::template rs_rows<Traits::kRowsStride>(
+        my.acc, q[c], descriptor_at(rows.covariance, c / 4 * Traits::kColumnsStride + c % 4 * 32), kSampled || c > 0);
+  wgmma_commit();
+  wgmma_wait<0>();
+  finished(my.acc);
 }
 
-// From acc and (m, l) of what has been visited to those of all candidates, of which `left` have not: acc a mean, l 1.
+// Adds acc and the mean value to the output. Neighbouring lanes exchange halves of two dim tiles, as store_row has it.
 template <class Traits>
-__device__ __forceinline__ void add_unvisited(Consumer<Traits>& my, const TailAttentionParams& all, uint32 nth, uint32 q,
-                                              int left) {
+__device__ __forceinline__ void add_to_output(const Consumer<Traits>& my, const Unvisited<Traits>& rows) {
   using Element = typename Traits::Element;
-  constexpr int kHeadDim = Traits::kHeadDim;
-  Unvisited<Traits> rows;
-  const float found[2] = {my.m[0] + __log2f(my.l[0]), my.m[1] + __log2f(my.l[1])};
+  const float2* means = reinterpret_cast<const float2*>(my.shared.mean_values) + my.lane % 4;
+  const bool is_odd = my.lane % 2;
+  const int of_lane = is_odd * 8 + my.lane % 4 / 2 * 4;  // of 16 elements the first of this lane's 4
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    keep_finite<Element, Traits::kDimTiles * 2>(
-        [&](int i) -> float& { return my.acc[i / 2 * 4 + 2 * h + i % 2]; }, my.l[h]);
-    const float inverse = my.l[h] == 0.f ? 0.f : 1.f / my.l[h];
+  for (int d = 0; d < Traits::kDimTiles; d += 2)
 #pragma unroll
-    for (int d = 0; d < Traits::kDimTiles; ++d)
-      rows.outputs[d][h] = Element::pack(my.acc[d * 4 + 2 * h] * inverse, my.acc[d * 4 + 2 * h + 1] * inverse);
-  }
+    for (int h = 0; h < 2; ++h) {
+      const float of_mean = rows.added[h] * (1.f - rows.believed[h]), kept = 1.f - rows.added[h];
+      uint32 more[2];  // of both tiles
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const float2 mean = means[(d + odd) * 4];
+        const float* x = &my.acc[(d + odd) * 4 + 2 * h];
+        more[odd] = Bfloat16::pack(fmaf(of_mean, mean.x, x[0]), fmaf(of_mean, mean.y, x[1]));
+      }
+      const uint32 other = __shfl_xor_sync(kFullWarp, is_odd ? more[0] : more[1], 1);
+      const uint32 pairs[2] = {is_odd ? other : more[0], is_odd ? more[1] : other};
+      if (!rows.adds[h] || d * 8 + of_lane + 4 > my.params.geometry.head_dim) continue;
+      uint2* at = reinterpret_cast<uint2*>(rows.out[h] + d * 8 + of_lane);
+      const uint2 was = *at;
+      *at = make_uint2(pack_finite<Element>(fmaf(Element::low(was.x), kept, Bfloat16::low(pairs[0])),
+                                            fmaf(Element::high(was.x), kept, Bfloat16::high(pairs[0]))),
+                       pack_finite<Element>(fmaf(Element::low(was.y), kept, Bfloat16::low(pairs[1])),
+                                            fmaf(Element::high(was.y), kept, Bfloat16::high(pairs[1]))));
+    }
+}
 
+// Adds to the rows at `position` (-1: none) of the output, which are stored with the state (m, l), what `left` candidates weigh.
+template <class Traits>
+__device__ __forceinline__ void add_unvisited(Consumer<Traits>& my, const TailAttentionParams& all, const QTile& tile,
+                                              const int (&position)[2], uint32 nth, uint32 q, int left) {
   const TailScores scores{all.scale_log2, all.cap_scale};
+  const float found[2] = {my.m[0] + __log2f(my.l[0]), my.m[1] + __log2f(my.l[1])};
+  Unvisited<Traits> rows;
   SampleSums sums;
   const auto half = [&](auto number) {
     issue_scores(my, q);
@@ -226,19 +259,22 @@ __device__ __forceinline__ void add_unvisited(Consumer<Traits>& my, const TailAt
   half(Number<0>());
   half(Number<1>());
   SampleFindings all_say = sums.finish(left, all.scale, found);
-  const bool finite = moments_are_finite<kHeadDim>(my.shared.mean_values);
+  const bool finite = moments_are_finite<Traits::kHeadDim>(my.shared.mean_values);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float mass = finite ? all_say.mass[h] : 0.f;
+    const float mass = finite ? all_say.mass[h] : 0.f, unit = __fdividef(1.f, rows.weights.lift[h]);
+    rows.adds[h] = mass > 0.f && position[h] >= 0;
     rows.believed[h] = finite ? all_say.believed[h] : 0.f;
     rows.slope[h] = all_say.tilt[h] * all.scale;
-    const float unit = __fdividef(1.f, rows.weights.lift[h]);
     rows.per_sample[h] = all_say.per_sample[h] * unit;
     all_say.per_half[0][h] *= unit;
     all_say.per_half[1][h] *= unit;
     rows.added[h] = __fdividef(mass, 1.f + mass);
-    my.m[h] = found[h] + log1pf(mass) * kLog2E;
-    my.l[h] = my.l[h] == 0.f ? 0.f : 1.f;
+    const int64 row = max(position[h], 0);
+    rows.out[h] = my.params.out.at(tile.batch, tile.head_in_batch) + row * my.params.out.row;
+    if (rows.adds[h] && my.params.lse && my.lane % 4 == 0)
+      my.params.lse[static_cast<int64>(tile.head) * my.params.geometry.seqlen_q + row] =
+          (found[h] + log1pf(mass) * kLog2E) * 0.69314718055994531f;
   }
 
   barrier_wait(my.shared.k_full[my.k_ring.slot], my.k_ring.parity);
@@ -251,21 +287,22 @@ __device__ __forceinline__ void add_unvisited(Consumer<Traits>& my, const TailAt
   // Of the warpgroup, whose products are common.
   if (named_count(kTail + my.group, kWarpgroup, rows.believed[0] > 0.f || rows.believed[1] > 0.f) > 0) {
     believe(my, rows, all_say.per_half, nth);
-    add_columns<true>(my, rows, nth);
+    multiply_unvisited<true>(my, rows, nth);
+    bool finite_values = true;  // 0 times a value may be none
+#pragma unroll
+    for (int i = 0; i < Traits::kDimTiles * 4; ++i) finite_values &= fabsf(my.acc[i]) < infinity();
+    if (named_count(kTail + my.group, kWarpgroup, !finite_values) > 0) {  // seldom
+      rows.believed[0] = rows.believed[1] = 0.f;
+      multiply_unvisited<false>(my, rows, nth);
+    }
   } else {
-    add_columns<false>(my, rows, nth);
+    multiply_unvisited<false>(my, rows, nth);
   }
+  add_to_output(my, rows);
   release(my, my.shared.q_empty[nth % Traits::kQueryPlaces]);
   release_k(my);
   release_v(my);
   release_v(my);
-#pragma unroll
-  for (int d = 0; d < Traits::kDimTiles; ++d)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      my.acc[d * 4 + 2 * h] = Element::low(rows.outputs[d][h]);
-      my.acc[d * 4 + 2 * h + 1] = Element::high(rows.outputs[d][h]);
-    }
 }
 
 }  // namespace sm90
