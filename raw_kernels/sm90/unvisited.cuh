@@ -24,7 +24,10 @@ __device__ __forceinline__ void load_queries(const Consumer<Traits>& my, uint32 
     ldmatrix_x4(q[c], atom_chunk<Traits::kBlockM>(tile, row, c * 2 + my.lane / 16));
     if constexpr (!Element::kWide)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) q[c][i] = Bfloat16::pack(Element::low(q[c][i]), Element::high(q[c][i]));
+      for (int i = 0; i < 4; ++i) {
+        q[c][i] = Bfloat16::pack(Element::low(q[c][i]), Element::high(q[c][i]));
+        asm volatile("" : "+r"(q[c][i]));
+      }
   }
 }
 
@@ -174,6 +177,7 @@ __device__ __forceinline__ void multiply_unvisited(Consumer<Traits>& my, Unvisit
         for (int j = 0; j < Traits::kKeyTiles; ++j) {
           uint32& pair = rows.weights.packed[half][j][h];
           pair = Element::pack(Element::low(pair) * factor, Element::high(pair) * factor);
+          asm volatile("" : "+r"(pair));  // one after the other: registers are few
         }
     }
     wgmma_fence();
@@ -197,7 +201,10 @@ __device__ __forceinline__ void multiply_unvisited(Consumer<Traits>& my, Unvisit
     const float factor = rows.added[i % 2] * (1.f - rows.believed[i % 2]) * rows.slope[i % 2];
 #pragma unroll
     for (int c = 0; c < Traits::kHeadDim / 16; ++c)
+    {
       q[c][i] = Bfloat16::pack(Bfloat16::low(q[c][i]) * factor, Bfloat16::high(q[c][i]) * factor);
+      asm volatile("" : "+r"(q[c][i]));
+    }
   }
   wgmma_fence();
 #pragma unroll
