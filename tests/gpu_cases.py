@@ -46,6 +46,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)  # of S2OConfig
     arrange: str = "contiguous"
     poison: tuple[str, int, float] | None = None  # (q, k or v; its row; a value that is put there)
+    squares: bool = False  # values are keys' squares: no regression on scores knows what a tail's samples say
 
     def config(self, path: str = "auto") -> S2OConfig:
         return S2OConfig(self.segment, self.tau, self.block_m, self.block_n, path=path, **self.options)
@@ -79,6 +80,8 @@ class Case:
             arrays[name][:, -1, row, p.head_dim // 2] = value
         if self.arrange == "one key for all":  # a stride of 0 wants equal rows
             arrays["k"][:], arrays["v"][:] = arrays["k"][:, :, :1], arrays["v"][:, :, :1]
+        if self.squares:
+            arrays["v"] = k**2
         if self.arrange == "one head for all":
             arrays["q"][:] = arrays["q"][:, :1]
         host = [arrays[name].astype(dtype) for name in "qkv"]
@@ -214,6 +217,11 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     *({"options": {"rank": "weight"}, "seqlen_q": 900, "head_dim": head_dim} for head_dim in (64, 128, 256)),
     {"options": {"rank": "weight"}, "seqlen_q": 500, "seqlen_k": 777, "is_causal": False, "scale": -0.1},
     {"options": {"rank": "weight", "tail": "first_order", "unit": 4}, "seqlen_q": 1300, "head_dim": 128},
+    *(
+        {"options": {"rank": "mean", "tail": "first_order"}, "squares": True, "tau": 1000.0, "seqlen_q": 300,
+         "seqlen_k": 4000, "segment": 64, "head_dim": head_dim, "scale": 0.6 * head_dim**-0.5}
+        for head_dim in (64, 128, 256)
+    ),
     # Each query by itself: two groups of keys, four or eight, segments of up to 128 queries and longer, short last
     # ones, more blocks of units than one, and without causality units between them on three sides.
     *({"options": {"clusters": clusters}, "segment": 128, "seqlen_q": 900, "head_dim": head_dim}
