@@ -47,6 +47,7 @@ class TailValues(NamedTuple):
     value: Array  # [M, D]
     sampled: Array  # [M, D] the samples' own by their weights
     believed: Array  # [M] how far a value goes from the regression's to that
+    most: Array  # [M] how far it would if both halves of the samples agreed
     halves: tuple[Array, Array]  # [M, TAIL_EVIDENCE] each: what samples of even and of odd number say beyond the regression
 
 
@@ -119,13 +120,14 @@ def tail_values(found: TailWeights, values: Array, regressed: Array) -> TailValu
         for first in (0, 1)
     )
     agreed, both = (even * odd).sum(axis=1), ((even + odd) ** 2).sum(axis=1)  # [M]
-    learnt = 1 - found.carrying / (0.75 * TAIL_SAMPLES)  # 0.75: where all scores are equal
-    believed = np.where(agreed > 0, 4 * agreed / both, 0) * np.fmax(learnt, 0)
-    believed = believed * np.fmin(np.fmax(found.mass / TAIL_TRIFLE - 1, 0), 1)
+    # Nothing where all scores are equal, when three quarters of the samples carry the weight, and where little is added.
+    most = np.fmax(1 - found.carrying / (0.75 * TAIL_SAMPLES), 0)
+    most = most * np.fmin(np.fmax(found.mass / TAIL_TRIFLE - 1, 0), 1)
+    believed = np.where(agreed > 0, 4 * agreed / both, 0) * most
     sampled = mean(found.weight, values)
     moved = believed[:, None] * (sampled - regressed)
     value = np.where(np.isfinite(moved), regressed + moved, regressed).astype(regressed.dtype)
-    return TailValues(value, sampled, believed, (even, odd))
+    return TailValues(value, sampled, believed, most, (even, odd))
 
 
 def sample_variance(t: Array) -> Array:

@@ -86,8 +86,9 @@ def _values_off(
     elements = even.shape[1]
     halves_off = [norm(mean_off(found.weight[:, i::2], size[i::2, :elements]) + regressed_off[:, :elements]) for i in (0, 1)]
     both = norm(even + odd)
-    # Of believed = 4 even . odd / |even + odd|^2 by its derivatives, and of how the weight is spread.
+    # Of believed = most * 4 even . odd / |even + odd|^2 by its derivatives, and most by how the weight is spread.
     off = 4 * (halves_off[0] * norm(odd) + halves_off[1] * norm(even)) + 2 * both * sum(halves_off)
-    believed_off = np.divide(off, both**2, where=both > 0, out=np.ones_like(both)) + 8 * relative
+    agreement_off = np.minimum(np.divide(off, both**2, where=both > 0, out=np.ones_like(both)), 1)
     apart = np.abs(np.nan_to_num(values.sampled - regressed))  # [M, D]
-    return np.minimum(believed_off, 1)[:, None] * apart + values.believed[:, None] * mean_off(found.weight, size)
+    believed_off = values.most * agreement_off + 2 * relative
+    return believed_off[:, None] * apart + values.believed[:, None] * mean_off(found.weight, size)
