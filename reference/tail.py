@@ -109,7 +109,7 @@ def tail_values(found: TailWeights, values: Array, regressed: Array) -> TailValu
     The weighted mean of the samples' values is right but for noise, the regression has hardly any and may be wrong. How
     much of what is between them is no noise, samples of even and of odd number say by how far they agree: noise does
     not. Where nearly all samples carry the weight there is little to learn from it, and their mean is the noisier one.
-    Rows to which hardly anything is to be added keep the regression.
+    Rows to which hardly anything is to be added keep the regression, and all do where a value is not finite.
     """
 
     def mean(weight: Array, of: Array) -> Array:
@@ -124,10 +124,12 @@ def tail_values(found: TailWeights, values: Array, regressed: Array) -> TailValu
     most = np.fmax(1 - found.carrying / (0.75 * TAIL_SAMPLES), 0)
     most = most * np.fmin(np.fmax(found.mass / TAIL_TRIFLE - 1, 0), 1)
     believed = np.where(agreed > 0, 4 * agreed / both, 0) * most
-    sampled = mean(found.weight, values)
-    moved = believed[:, None] * (sampled - regressed)
-    value = np.where(np.isfinite(moved), regressed + moved, regressed).astype(regressed.dtype)
-    return TailValues(value, sampled, believed, most, (even, odd))
+    if not np.isfinite(values).all():
+        believed = np.zeros_like(believed)
+    sampled = np.where(np.isfinite(values), values, 0)
+    sampled = mean(found.weight, sampled)
+    moved = np.where(believed[:, None] > 0, believed[:, None] * (sampled - regressed), 0)
+    return TailValues((regressed + moved).astype(regressed.dtype), sampled, believed, most, (even, odd))
 
 
 def sample_variance(t: Array) -> Array:

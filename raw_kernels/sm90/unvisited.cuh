@@ -162,46 +162,55 @@ __device__ __forceinline__ void believe(const Consumer<Traits>& my, Unvisited<Tr
   }
 }
 
-// acc = what is added to each row of the output but for the mean value's part, of which the row's `share` is: the regression and,
-// with kSampled, what samples say, as far as they are believed.
-template <bool kSampled, class Traits>
-__device__ __forceinline__ void multiply_unvisited(Consumer<Traits>& my, Unvisited<Traits>& rows, uint32 nth) {
+// acc = what samples' values, as far as they are believed, add to each row of the output. Nothing, and nobody believes them, where
+// one of them is not finite.
+template <class Traits>
+__device__ __forceinline__ void multiply_values(Consumer<Traits>& my, Unvisited<Traits>& rows) {
   using Element = typename Traits::Element;
-  if constexpr (kSampled) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float factor = rows.added[h] * rows.believed[h] * rows.per_sample[h];
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int j = 0; j < Traits::kKeyTiles; ++j) {
-          uint32& pair = rows.weights.packed[half][j][h];
-          pair = Element::pack(Element::low(pair) * factor, Element::high(pair) * factor);
-          asm volatile("" : "+r"(pair));  // one after the other: registers are few
-        }
-    }
-    wgmma_fence();
+  for (int h = 0; h < 2; ++h) {
+    const float factor = rows.added[h] * rows.believed[h] * rows.per_sample[h];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int j = 0; j < Traits::kKeyTiles; j += 2) {
-        const uint32(&p)[Traits::kKeyTiles][2] = rows.weights.packed[half];
-        const uint32 a[4] = {p[j][0], p[j][1], p[j + 1][0], p[j + 1][1]};
-        Wgmma<Element>::template rs<Traits::kRowsStride>(
-            my.acc, a, descriptor_at(rows.values[half], j * Traits::kRowsStride), half > 0 || j > 0);
+      for (int j = 0; j < Traits::kKeyTiles; ++j) {
+        uint32& pair = rows.weights.packed[half][j][h];
+        pair = Element::pack(Element::low(pair) * factor, Element::high(pair) * factor);
+        asm volatile("" : "+r"(pair));  // one after the other: registers are few
       }
-    wgmma_commit();
-    wgmma_wait<0>();  // before queries take registers of the weights
-    finished(my.acc);
   }
+  wgmma_fence();
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int j = 0; j < Traits::kKeyTiles; j += 2) {
+      const uint32(&p)[Traits::kKeyTiles][2] = rows.weights.packed[half];
+      const uint32 a[4] = {p[j][0], p[j][1], p[j + 1][0], p[j + 1][1]};
+      Wgmma<Element>::template rs<Traits::kRowsStride>(
+          my.acc, a, descriptor_at(rows.values[half], j * Traits::kRowsStride), half > 0 || j > 0);
+    }
+  wgmma_commit();
+  wgmma_wait<0>();  // before queries take registers of the weights
+  finished(my.acc);
+  bool finite = true;  // all of them, as 0 times what is not is NaN
+#pragma unroll
+  for (int i = 0; i < Traits::kDimTiles * 4; ++i) finite &= fabsf(my.acc[i]) < infinity();
+  if (named_count(kTail + my.group, kWarpgroup, !finite) > 0) {
+    rows.believed[0] = rows.believed[1] = 0.f;
+    clear_output(my);
+  }
+}
+
+// acc += what the regression adds, but for the mean value's part.
+template <class Traits>
+__device__ __forceinline__ void multiply_covariance(Consumer<Traits>& my, const Unvisited<Traits>& rows, uint32 nth) {
   uint32 q[Traits::kHeadDim / 16][4];
   load_queries(my, nth, q);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float factor = rows.added[i % 2] * (1.f - rows.believed[i % 2]) * rows.slope[i % 2];
 #pragma unroll
-    for (int c = 0; c < Traits::kHeadDim / 16; ++c)
-    {
+    for (int c = 0; c < Traits::kHeadDim / 16; ++c) {
       q[c][i] = Bfloat16::pack(Bfloat16::low(q[c][i]) * factor, Bfloat16::high(q[c][i]) * factor);
       asm volatile("" : "+r"(q[c][i]));
     }
@@ -210,7 +219,7 @@ __device__ __forceinline__ void multiply_unvisited(Consumer<Traits>& my, Unvisit
 #pragma unroll
   for (int c = 0; c < Traits::kHeadDim / 16; ++c)
     Wgmma<Bfloat16>::template rs_rows<Traits::kRowsStride>(
-        my.acc, q[c], descriptor_at(rows.covariance, c / 4 * Traits::kColumnsStride + c % 4 * 32), kSampled || c > 0);
+        my.acc, q[c], descriptor_at(rows.covariance, c / 4 * Traits::kColumnsStride + c % 4 * 32), true);
   wgmma_commit();
   wgmma_wait<0>();
   finished(my.acc);
@@ -294,17 +303,11 @@ __device__ __forceinline__ void add_unvisited(Consumer<Traits>& my, const TailAt
   // Of the warpgroup, whose products are common.
   if (named_count(kTail + my.group, kWarpgroup, rows.believed[0] > 0.f || rows.believed[1] > 0.f) > 0) {
     believe(my, rows, all_say.per_half, nth);
-    multiply_unvisited<true>(my, rows, nth);
-    bool finite_values = true;  // 0 times a value may be none
-#pragma unroll
-    for (int i = 0; i < Traits::kDimTiles * 4; ++i) finite_values &= fabsf(my.acc[i]) < infinity();
-    if (named_count(kTail + my.group, kWarpgroup, !finite_values) > 0) {  // seldom
-      rows.believed[0] = rows.believed[1] = 0.f;
-      multiply_unvisited<false>(my, rows, nth);
-    }
+    multiply_values(my, rows);
   } else {
-    multiply_unvisited<false>(my, rows, nth);
+    clear_output(my);
   }
+  multiply_covariance(my, rows, nth);
   add_to_output(my, rows);
   release(my, my.shared.q_empty[nth % Traits::kQueryPlaces]);
   release_k(my);

@@ -107,6 +107,19 @@ struct TailTile : TailRows<Traits> {
       for (int j = 0; j < 4; ++j) store_shared_4(buffer + value_place(row, j), Rows::as_bfloat16(pairs[j]));
     }
   }
+  // Those that this thread copies.
+  __device__ __forceinline__ bool values_are_finite() const {
+    bool finite = true;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kTailSamples * kChunks; i += kThreads) {
+      const uint16* row = at.values[i / kChunks];
+      const int first = i % kChunks * 8, dims = p.geometry.head_dim;
+      const uint4 x = Traits::kAligned ? load_16_or_zeros(row + first, first < dims) : load_unaligned(row, first, dims);
+      finite &= !(has_nonfinite<Element>(x.x) || has_nonfinite<Element>(x.y) || has_nonfinite<Element>(x.z) ||
+                  has_nonfinite<Element>(x.w));
+    }
+    return finite;
+  }
   // Both, and waits for them.
   __device__ __forceinline__ void load_slices(int d, bool values_too) const {
     load_covariance(d);
@@ -260,7 +273,8 @@ struct TailTile : TailRows<Traits> {
     if (!moments_are_finite<kHeadDim>(at.mean_values)) found.mass[0] = found.mass[1] = 0.f;
     if (!__syncthreads_or(found.mass[0] > 0.f || found.mass[1] > 0.f)) return;  // and everybody has read the samples
     to_bfloat16();
-    const bool samples_count = __syncthreads_or(found.believed[0] > 0.f || found.believed[1] > 0.f);
+    bool samples_count = __syncthreads_or(found.believed[0] > 0.f || found.believed[1] > 0.f);
+    if (samples_count) samples_count = __syncthreads_and(values_are_finite());
     if (samples_count) {
       load_slices(0, true);
       believe(found);
@@ -282,7 +296,8 @@ struct TailTile : TailRows<Traits> {
       const float* mean = at.mean_values + d + lane % 4 * 8;
       Rows::add_to_outputs(d, before, [&](int j, int h, int e) {
         const float regressed = fmaf(found.tilt[h] * p.scale, x[j][2 * h + e], mean[2 * j + e]);
-        return value_between(regressed, sampled[j][2 * h + e] * found.per_sample[h], found.believed[h]);
+        const float apart = sampled[j][2 * h + e] * found.per_sample[h] - regressed;
+        return samples_count ? fmaf(found.believed[h], apart, regressed) : regressed;
       });
       __syncthreads();  // everybody has read what the next slice takes the place of
     }

@@ -34,10 +34,4 @@ __device__ __forceinline__ float agreement(float agreed, float both) {
   return agreed > 0.f ? __fdividef(4.f * agreed, both) : 0.f;
 }
 
-// A value by a regression, and by samples as far as these are believed.
-__device__ __forceinline__ float value_between(float regressed, float sampled, float believed) {
-  const float moved = believed * (sampled - regressed);
-  return fabsf(moved) < infinity() ? regressed + moved : regressed;
-}
-
 }  // namespace s2o
