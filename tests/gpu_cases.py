@@ -219,8 +219,8 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"options": {"rank": "weight", "tail": "first_order", "unit": 4}, "seqlen_q": 1300, "head_dim": 128},
     *(
         {"options": {"rank": "mean", "tail": "first_order"}, "squares": True, "tau": 1000.0, "seqlen_q": 300,
-         "seqlen_k": 4000, "segment": 64, "head_dim": head_dim, "scale": 0.6 * head_dim**-0.5}
-        for head_dim in (64, 128, 256)
+         "seqlen_k": 4000, "segment": 64, "head_dim": head_dim, "scale": 0.6 * head_dim**-0.5, **more}
+        for head_dim in (64, 128, 256) for more in ({}, {"dtype": "float16"}, {"poison": ("v", 1000, INF)})
     ),
     # Each query by itself: two groups of keys, four or eight, segments of up to 128 queries and longer, short last
     # ones, more blocks of units than one, and without causality units between them on three sides.

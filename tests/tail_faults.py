@@ -12,6 +12,10 @@ OPTIONS = {"rank": "mean", "window": 30, "tail": "first_order"}
 # Pass 2 stops at once, and the mean stands for nearly all keys.
 TAIL = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64, tau=1000.0, options=OPTIONS)
 HOPPER_TAIL = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=512, head_dim=128, tau=1000.0, options=OPTIONS)
+# Values that no regression on scores knows, of keys that hold a good part of the mass.
+SQUARES = Case(seqlen_q=300, seqlen_k=4000, segment=64, scale=0.075, block_m=64, block_n=64, tau=1000.0, squares=True,
+               options={"rank": "mean", "tail": "first_order"})  # fmt: skip
+HOPPER_SQUARES = replace(SQUARES, head_dim=128, scale=0.053, block_m=128, block_n=128)
 # The same by the copy engine.
 BOXES_TAIL = replace(HOPPER_TAIL, segment=128, options={**OPTIONS, "unit": 8, "rank": "weight"})
 
@@ -63,10 +67,31 @@ TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
              "my.first_row - my.lane / 4 + my.lane % 16;\n  const uint32 tile",
              "my.first_row - my.lane / 4 + my.lane % 8;\n  const uint32 tile"),
             ("a column is read twice", "tail output",
-             "descriptor_at(covariance, c / 4 * Traits::kColumnsStride + c % 4 * 32)",
-             "descriptor_at(covariance, c / 4 * Traits::kColumnsStride)"),
-            ("means are not counted", "tail output", "added * mean.x", "0.f"),
-            ("lse is without the tail", "tail lse", "log1pf(mass[h]) * kLog2E", "0.f"),
+             "descriptor_at(rows.covariance, c / 4 * Traits::kColumnsStride + c % 4 * 32)",
+             "descriptor_at(rows.covariance, c / 4 * Traits::kColumnsStride)"),
+            ("means are not counted", "tail output", "fmaf(of_mean, mean.x, x[0])", "x[0]"),
+            ("lse is without the tail", "tail lse", "log1pf(mass) * kLog2E", "0.f"),
+        ),
+    ),
+    (
+        "pass2_tail_sm90", HOPPER_SQUARES,
+        (
+            ("samples are not believed", "tail output", "rows.believed[h] *= agreement(",
+             "rows.believed[h] *= 0.f * agreement("),
+            ("both halves have the first one's values", "tail output", "rows.values[half], j", "rows.values[0], j"),
+            ("the mean counts whole beside samples", "tail output", "rows.added[h] * (1.f - rows.believed[h]), kept",
+             "rows.added[h], kept"),
+        ),
+    ),
+    (
+        "add_tail", SQUARES,
+        (
+            ("samples are not believed", "tail output", "found.believed[h] *= agreement(",
+             "found.believed[h] *= 0.f * agreement("),
+            ("both halves have the first one's values", "tail output", "multiply_values(sampled, 1)",
+             "multiply_values(sampled, 0)"),
+            ("pairs of values stand as they are copied", "tail output", "value_place(row, j), Rows",
+             "value_place(row, threadIdx.x % 4) + (j - static_cast<int>(threadIdx.x % 4)) * 4, Rows"),
         ),
     ),
     (

@@ -290,7 +290,7 @@ __device__ __forceinline__ void add_unvisited(Consumer<Traits>& my, const TailAt
     rows.out[h] = my.params.out.at(tile.batch, tile.head_in_batch) + row * my.params.out.row;
     if (rows.adds[h] && my.params.lse && my.lane % 4 == 0)
       my.params.lse[static_cast<int64>(tile.head) * my.params.geometry.seqlen_q + row] =
-          (found[h] + log1pf(mass) * kLog2E) * 0.69314718055994531f;
+          0.69314718055994531f * (found[h] + log1pf(mass) * kLog2E);
   }
 
   barrier_wait(my.shared.k_full[my.k_ring.slot], my.k_ring.parity);

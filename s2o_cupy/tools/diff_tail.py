@@ -78,8 +78,8 @@ def _values_off(
     [TAIL_SAMPLES, D] of the samples' values, ``relative`` [M] error of their weights."""
 
     def mean_off(weight: Array, of: Array) -> Array:  # weights and values are rounded to 16 bits, to bfloat16 at worst
-        mean = (weight @ of) / weight.sum(axis=1, keepdims=True)
-        return (relative[:, None] + 2.0**-7) * np.nan_to_num(mean)
+        mean = np.nan_to_num(weight @ of) / np.maximum(weight.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
+        return (relative[:, None] + 2.0**-7) * mean
 
     norm = lambda x: np.linalg.norm(np.nan_to_num(x), axis=1)  # noqa: E731
     even, odd = values.halves
