@@ -21,8 +21,16 @@ from ..spec import (
 from .dense import Array, capped, quiet
 
 __all__ = [
-    "Moments", "TailValues", "TailWeights", "add_tail", "key_moments", "sample_places", "sample_variance", "tail_values", "tail_weights",
-]  # fmt: skip
+    "Moments",
+    "TailValues",
+    "TailWeights",
+    "add_tail",
+    "key_moments",
+    "sample_places",
+    "sample_variance",
+    "tail_values",
+    "tail_weights",
+]
 
 
 class Moments(NamedTuple):
@@ -48,7 +56,8 @@ class TailValues(NamedTuple):
     sampled: Array  # [M, D] the samples' own by their weights
     believed: Array  # [M] how far a value goes from the regression's to that
     most: Array  # [M] how far it would if both halves of the samples agreed
-    halves: tuple[Array, Array]  # [M, TAIL_EVIDENCE] each: what samples of even and of odd number say beyond the regression
+    # [M, TAIL_EVIDENCE] each: what samples of even and of odd number say beyond the regression.
+    halves: tuple[Array, Array]
 
 
 @quiet
@@ -120,7 +129,7 @@ def tail_values(found: TailWeights, values: Array, regressed: Array) -> TailValu
         for first in (0, 1)
     )
     agreed, both = (even * odd).sum(axis=1), ((even + odd) ** 2).sum(axis=1)  # [M]
-    # Nothing where all scores are equal, when three quarters of the samples carry the weight, and where little is added.
+    # Nothing where all scores are equal: three quarters of the samples then carry the weight. Nor where little is added.
     most = np.fmax(1 - found.carrying / (0.75 * TAIL_SAMPLES), 0)
     most = most * np.fmin(np.fmax(found.mass / TAIL_TRIFLE - 1, 0), 1)
     believed = np.where(agreed > 0, 4 * agreed / both, 0) * most

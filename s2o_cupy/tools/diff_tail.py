@@ -84,7 +84,9 @@ def _values_off(
     norm = lambda x: np.linalg.norm(np.nan_to_num(x), axis=1)  # noqa: E731
     even, odd = values.halves
     elements = even.shape[1]
-    halves_off = [norm(mean_off(found.weight[:, i::2], size[i::2, :elements]) + regressed_off[:, :elements]) for i in (0, 1)]
+    halves_off = [
+        norm(mean_off(found.weight[:, i::2], size[i::2, :elements]) + regressed_off[:, :elements]) for i in (0, 1)
+    ]
     both = norm(even + odd)
     # Of believed = most * 4 even . odd / |even + odd|^2 by its derivatives, and most by how the weight is spread.
     off = 4 * (halves_off[0] * norm(odd) + halves_off[1] * norm(even)) + 2 * both * sum(halves_off)
