@@ -101,7 +101,11 @@ def tail_weights(t: Array, lse: Array, left: int, softcap: float) -> TailWeights
     weight = share * np.exp(size - above)  # [M, TAIL_SAMPLES]
     total = weight.sum(axis=1)
     carrying = total * total / (weight * weight).sum(axis=1)  # samples
-    mass = total * np.exp(above[:, 0]) * t.dtype.type(left) * carrying / (carrying + TAIL_DOUBT)
+    believed = carrying / (carrying + TAIL_DOUBT)
+    # One that carries it alone and weighs much of what the row has found is no sample of others: a key put too late.
+    heavy = np.clip(np.exp(size.max(axis=1)) / TAIL_TRIFLE - 1, 0, 1)
+    believed = believed * (1 - heavy * np.clip(2 - carrying, 0, 1))
+    mass = total * np.exp(above[:, 0]) * t.dtype.type(left) * believed
     mass = np.where(above[:, 0] * LOG2E > TAIL_REACH, 0, mass)
     off = t - (share * t).sum(axis=1, keepdims=True)
     variance = sample_variance(t)

@@ -37,16 +37,21 @@ struct SampleSums {
   float middle[2];    // some product in their midst, so that squares of distances from it are exact enough
   float weights[2], squares[2], weighted[2], mean[2], variance[2];
   float even[2];      // weights of the first half
+  float top[2];       // the largest size
   bool too_large[2];  // weights, the first time
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) weights[h] = squares[h] = weighted[h] = mean[h] = variance[h] = 0.f;
+    for (int h = 0; h < 2; ++h) {
+      weights[h] = squares[h] = weighted[h] = mean[h] = variance[h] = 0.f;
+      top[h] = -infinity();
+    }
   }
   static __device__ __forceinline__ float of_quad(float x) {
     x += __shfl_xor_sync(kFullWarp, x, 1);
     return x + __shfl_xor_sync(kFullWarp, x, 2);
   }
+  static __device__ __forceinline__ float within_one(float x) { return fminf(fmaxf(x, 0.f), 1.f); }
   static __device__ __forceinline__ float of_largest(float x) {
     x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
     return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
@@ -54,6 +59,7 @@ struct SampleSums {
   // Counts all from now on in units of 2^other, and says what sums so far are multiplied with.
   __device__ __forceinline__ float rebase(int h, float other) {
     const float factor = exp2_approx(base[h] - other);
+    top[h] += base[h] - other;
     base[h] = other;
     weights[h] *= factor;
     even[h] *= factor;
@@ -88,7 +94,8 @@ struct SampleSums {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float x = product(j, h, e), off = x - middle[h], part = share * off;
-          const float weight = share * exp2_approx(scores.size(x, base[h]));
+          const float size = scores.size(x, base[h]), weight = share * exp2_approx(size);
+          top[h] = fmaxf(top[h], size);
           keep(j, h, e, weight);
           weights[h] += weight;
           squares[h] = fmaf(weight, weight, squares[h]);
@@ -138,13 +145,16 @@ struct SampleSums {
       const float carrying = __fdividef(sum * sum, of_quad(squares[h]));  // samples, by how evenly weights are spread
       const float above = base[h] - found[h];  // of the largest sample, where weights were too large; else 0
       float mass = __fdividef(sum * exp2_approx(above) * left * carrying, carrying + spec::kTailDoubt);
+      // One that carries it alone and weighs much of what the row has found is no sample of others.
+      const float heavy = within_one(exp2_approx(of_largest(top[h]) + above) * spec::kTailTrifleParts - 1.f);
+      mass *= 1.f - heavy * within_one(2.f - carrying);
       const float tilt = spread > 0.f ? fminf(fmaxf(__fdividef(moved, scale * spread), 0.f), 1.f) : 0.f;
       const bool is_near = fabsf(found[h]) < infinity() && above <= spec::kTailReach;
       if (!is_near || !(mass < infinity()) || !(tilt <= 1.f)) mass = 0.f;
       y.mass[h] = mass;
       y.tilt[h] = tilt;
       const float learnt = fmaxf(1.f - carrying * (4.f / (3 * kTailSamples)), 0.f);
-      y.believed[h] = learnt * fminf(fmaxf(mass * spec::kTailTrifleParts - 1.f, 0.f), 1.f);
+      y.believed[h] = learnt * within_one(mass * spec::kTailTrifleParts - 1.f);
       y.per_half[0][h] = __fdividef(1.f, of_even);
       y.per_half[1][h] = __fdividef(1.f, sum - of_even);
       y.per_sample[h] = __fdividef(1.f, sum);
