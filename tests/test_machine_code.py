@@ -132,7 +132,9 @@ def test_weights_are_packed_under_exponentials(folder):
 def test_exponentials_run_under_the_output(name, exponentials, folder):
     """The wait for it is behind those of a whole key tile: a branch in settled_softmax or wgmma_wait_behind holds it
     there."""
-    after = [second for first, second in pairwise(stages(name, folder)) if first.pending == 1]
+    of_both = [(first, second) for first, second in pairwise(stages(name, folder)) if first.pending == 1]
+    most = max(first.products for first, _ in of_both)  # less than that is a part of a sample of what is left
+    after = [second for first, second in of_both if first.products == most]
     assert after and all(stage.exponentials >= exponentials for stage in after)
 
 

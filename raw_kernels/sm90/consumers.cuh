@@ -140,15 +140,15 @@ __device__ __forceinline__ void run_second(Consumer<Traits>& my, const Params& a
       const Rows walked(all, *static_cast<volatile int*>(&my.shared.q_tile[place]));  // needs no register before
       finish_ladder(my, walked.visited_index(my.params), walked.count);
     } else {
-      store<false>(my, tile, stored, my.m, my.l);
       if constexpr (kAddsTail<Traits>) {
         const int left = limit - visited * Traits::kBlockN;
         if (left > 0) {
-          add_unvisited(my, all, tile, stored, nth, q, left);
+          add_unvisited(my, all, nth, q, left);
         } else {
           release(my, my.shared.q_empty[nth % Traits::kQueryPlaces]);
         }
       }
+      store<false>(my, tile, stored, my.m, my.l);
       if constexpr (Rows::kListed) keep_listed_state(my, all, tile, stored);
       const bool writes = Rows::kHeads == 1 ? threadIdx.x == kWarpgroup : threadIdx.x % kWarpgroup == 0;
       if (writes) my.params.visited[tile.visited] = stop_checks;

@@ -253,12 +253,13 @@ __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset
       : S2O_ACCUMULATORS_32                                                                           \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(kDescriptorHigh<kEightRowsOfB>))
 
-#define S2O_WGMMA_RS_N32(TYPE, TRANSPOSED)                                                            \
+// b is rows of K.
+#define S2O_WGMMA_RS_N32(TYPE)                                                                        \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\n.reg .b64 db;\nsetp.ne.b32 p, %21, 0;\n"                                     \
       "mov.b64 db, {%20, %22};\n"                                                                     \
       "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " "                                 \
-      "{" S2O_NUMBERS_16 "}, {%16, %17, %18, %19}, db, p, 1, 1, " TRANSPOSED ";\n}"                   \
+      "{" S2O_NUMBERS_16 "}, {%16, %17, %18, %19}, db, p, 1, 1, 0;\n}"                                \
       : S2O_ACCUMULATORS_16                                                                           \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(kDescriptorHigh<kEightRowsOfB>))
 
@@ -296,15 +297,11 @@ struct Wgmma;
     template <int kEightRowsOfB = kEightRows>                                                         \
     static __device__ __forceinline__ void rs_rows(float (&d)[16], const uint32 (&a)[4], uint32 b,    \
                                                    int accumulate) {                                  \
-      S2O_WGMMA_RS_N32(TYPE, "0");                                                                    \
+      S2O_WGMMA_RS_N32(TYPE);                                                                         \
     }                                                                                                 \
     template <int kEightRowsOfB = kEightRows>                                                         \
     static __device__ __forceinline__ void rs(float (&d)[32], const uint32 (&a)[4], uint32 b, int accumulate) { \
       S2O_WGMMA_RS_N64(TYPE, "1");                                                                    \
-    }                                                                                                 \
-    template <int kEightRowsOfB = kEightRows>                                                         \
-    static __device__ __forceinline__ void rs(float (&d)[16], const uint32 (&a)[4], uint32 b, int accumulate) { \
-      S2O_WGMMA_RS_N32(TYPE, "1");                                                                    \
     }                                                                                                 \
     template <int kEightRowsOfB = kEightRows>                                                         \
     static __device__ __forceinline__ void rs_rows(float (&d)[32], const uint32 (&a)[4], uint32 b,    \

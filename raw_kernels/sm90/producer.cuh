@@ -229,9 +229,6 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
     if constexpr (kAddsTail<Traits>) {
       const int visited = stop_checks * kStopCheckKeys, left = count - visited;
       if (left > 0) {
-        const int64 moments = moments_of(params, rows);
-        if (row < Traits::kHeadDim)
-          cp_async_4(shared_address(shared.mean_values + row), params.mean_values + moments * Traits::kHeadDim + row);
         int samples[2];  // of each half the slot, or position, of this thread's
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -239,49 +236,48 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
           samples[half] = Rows::key(params, Rows::unit(params, order, i), i);
           if constexpr (kPaged) samples[half] = pages.slot(pages.of(table_row), samples[half]);
         }
-        const auto copied = [&](uint64& full) {  // by boxes told of below
+        const int64 moments = moments_of(params, rows);
+        if (row < Traits::kHeadDim)
+          cp_async_4(shared_address(shared.mean_values + row), params.mean_values + moments * Traits::kHeadDim + row);
+        // There is room for the first half's keys and values at once, and for the others when the walk has ended. By boxes
+        // a warp tells itself that they have landed: that of one copy while the next is under way.
+        uint64* landing = nullptr;
+        const auto report = [&](uint64* next) {
           if constexpr (kByBoxes) {
             cp_async_commit();
-          } else {
-            barrier_arrive_after_copies(full);
+            if (landing != nullptr) {
+              if (next != nullptr) {
+                cp_async_wait<1>();
+              } else {
+                cp_async_wait<0>();
+              }
+              fence_for_wgmma();
+              __syncwarp();
+              if (threadIdx.x % 32 == 0) barrier_arrive(*landing);
+            }
+            landing = next;
+          } else if (next != nullptr) {
+            barrier_arrive_after_copies(*next);
           }
         };
-        const auto report = [&](uint64& full) {
-          fence_for_wgmma();
-          __syncwarp();
-          if (threadIdx.x % 32 == 0) barrier_arrive(full);
-        };
-        const uint32 k_places[2] = {k_ring.slot, k_ring.after().slot}, v_places[2] = {v_ring.slot, v_ring.after().slot};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
           layout.gather_keys(shared_address(shared.k[k_ring.slot]), k, k_units(samples[half]), whole_rows);
-          copied(shared.k_full[k_ring.slot]);
+          report(&shared.k_full[k_ring.slot]);
           k_ring.advance();
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
           barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
           layout.gather_keys(shared_address(shared.v[v_ring.slot]), v, value_units(samples[half]), whole_rows);
-          copied(shared.v_full[v_ring.slot]);
+          report(&shared.v_full[v_ring.slot]);
           v_ring.advance();
         }
-        if constexpr (kByBoxes) {
-          cp_async_wait<3>();
-          report(shared.k_full[k_places[0]]);
-          cp_async_wait<2>();
-          report(shared.k_full[k_places[1]]);
-        }
+        report(nullptr);
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
         if constexpr (kByBoxes) {
           const int r = BoxCopies<Traits>::kept_row();
           BoxCopies<Traits>::bring(shared.k[k_ring.slot], maps.covariances, shared.k_full[k_ring.slot],
                                    {r < Traits::kHeadDim ? static_cast<int>(moments) * Traits::kHeadDim + r : kPastRows,
                                     0, 0});
-          cp_async_wait<1>();
-          report(shared.v_full[v_places[0]]);
-          cp_async_wait<0>();
-          report(shared.v_full[v_places[1]]);
         } else {
           layout.gather_keys(
               shared_address(shared.k[k_ring.slot]),

@@ -37,11 +37,12 @@ constexpr int kPlaces = 4;     // of q tiles that the block knows of
 // A producer of 128 threads and consumers share what the block was launched with: 384 x 168 registers, or where q tiles
 // have 64 rows and a multiprocessor holds two blocks, 256 x 128.
 constexpr int kCopierRegisters = 40, kFirstConsumerRegisters = 232;  // pass 1, by the copy engine
-// Where rows are gathered. With page numbers as well, or a tail to bring, 72 would leave too few to have several addresses
-// under way; outputs of head_dim 256 leave no more.
+// Where rows are gathered. With page numbers as well, or a tail to bring and no boxes, 72 would leave too few to have several
+// addresses under way; outputs of head_dim 256 leave no more.
 template <class Traits>
 constexpr bool kProducesMore =
-    Traits::kHeadDim <= 128 && !kSkipsValues<Traits> && (Traits::kPaged || kWalksLadder<Traits> || kAddsTail<Traits>);
+    Traits::kHeadDim <= 128 && !kSkipsValues<Traits> &&
+    (Traits::kPaged || kWalksLadder<Traits> || (kAddsTail<Traits> && !Traits::kByBoxes));
 template <class Traits>
 constexpr int kProducerRegisters = kProducesMore<Traits> ? 88 : 72;
 template <class Traits>
@@ -51,8 +52,8 @@ template <class Traits, int kProducer, int kConsumer>
 constexpr bool kFitsRegisters = kProducer + Traits::kConsumers * kConsumer <=
                                 (1 + Traits::kConsumers) * (Traits::kConsumers == 1 ? 128 : 168);  // or one waits forever
 constexpr int kVoteSlots = 4;  // a warpgroup is never more than 3 stop checks ahead of a reader of its votes
-// kTurn, kSkip and kTail have one for either warpgroup.
-enum NamedBarrier { kTurn = 1, kTake = 3, kNext = 4, kSkip = 5, kTail = 7 };
+// kTurn and kSkip have one for either warpgroup.
+enum NamedBarrier { kTurn = 1, kTake = 3, kNext = 4, kSkip = 5 };
 
 // What a consumer has to know of its q tile. In pass 1, of short tiles, one thread works it out for all.
 struct QTile {
@@ -166,11 +167,6 @@ struct Ring {
       slot = 0;
       parity ^= 1;
     }
-  }
-  __device__ __forceinline__ Ring after() const {
-    Ring next = *this;
-    next.advance();
-    return next;
   }
 };
 
