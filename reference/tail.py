@@ -133,7 +133,7 @@ def tail_values(found: TailWeights, values: Array, regressed: Array) -> TailValu
         for first in (0, 1)
     )
     agreed, both = (even * odd).sum(axis=1), ((even + odd) ** 2).sum(axis=1)  # [M]
-    # Nothing where all scores are equal: three quarters of the samples then carry the weight. Nor where little is added.
+    # Nothing where all scores are equal: three quarters of the samples carry the weight then. Nor if little is added.
     most = np.fmax(1 - found.carrying / (0.75 * TAIL_SAMPLES), 0)
     most = most * np.fmin(np.fmax(found.mass / TAIL_TRIFLE - 1, 0), 1)
     believed = np.where(agreed > 0, 4 * agreed / both, 0) * most
