@@ -12,11 +12,11 @@ from ..spec import (
     TAIL_DOUBT,
     TAIL_EVIDENCE,
     TAIL_REACH,
-    TAIL_SAMPLES,
     TAIL_TRIFLE,
     moment_keys,
     moment_place,
     moment_samples,
+    tail_samples,
 )
 from .dense import Array, capped, quiet
 
@@ -45,7 +45,7 @@ class TailWeights(NamedTuple):
 
     mass: Array  # [M] of all unvisited candidates, as a multiple of what the row has found
     tilt: Array  # [M] how far the mean score moves with the weights, over the variance of scores
-    weight: Array  # [M, TAIL_SAMPLES] of the samples, in some unit
+    weight: Array  # [M, samples], in some unit
     carrying: Array  # [M] how many of them carry the weight
 
 
@@ -82,23 +82,24 @@ def _moment_places(keys: int) -> tuple[Array, Array]:
 
 def sample_places(left: int) -> Array:
     """Which of ``left`` unvisited candidates, in their order, are sampled: denser where they come early, as weights
-    fall along the order. int64 [TAIL_SAMPLES]; number i stands for (2 i + 1) / TAIL_SAMPLES**2 of them all."""
-    odd = 2 * np.arange(TAIL_SAMPLES, dtype=np.int64) + 1
-    return odd * odd * left // (4 * TAIL_SAMPLES**2)
+    fall along the order. int64 [samples]; number i of n stands for (2 i + 1) / n**2 of them all."""
+    n = tail_samples(left)
+    odd = 2 * np.arange(n, dtype=np.int64) + 1
+    return odd * odd * left // (4 * n**2)
 
 
 @quiet
 def tail_weights(t: Array, lse: Array, left: int, softcap: float) -> TailWeights:
-    """Of rows with ``lse`` [M], from the uncapped scores t [M, TAIL_SAMPLES] of their samples.
+    """Of rows with ``lse`` [M], from the uncapped scores t [M, samples].
 
     The mass is the sum of exp(score) that the samples stand for, less of it the fewer of them carry it: a sample that
     outweighs the others may be alone in its kind. The tilt says how far the mean of t moves with these weights, over
     the variance of t: 1 if t is spread like a normal distribution, and kept within [0, 1]. Mass is 0 where something
     is not finite, and where a sample weighs more than 2 ** TAIL_REACH times all that the row has found.
     """
-    share, size = _shares(t), capped(t, softcap) - lse[:, None]  # [TAIL_SAMPLES], [M, TAIL_SAMPLES]
+    share, size = _shares(t), capped(t, softcap) - lse[:, None]  # [samples], [M, samples]
     above = np.fmax(size.max(axis=1, keepdims=True), 0)  # [M, 1], the unit of weights: squares are finite
-    weight = share * np.exp(size - above)  # [M, TAIL_SAMPLES]
+    weight = share * np.exp(size - above)  # [M, samples]
     total = weight.sum(axis=1)
     carrying = total * total / (weight * weight).sum(axis=1)  # samples
     believed = carrying / (carrying + TAIL_DOUBT)
@@ -117,7 +118,7 @@ def tail_weights(t: Array, lse: Array, left: int, softcap: float) -> TailWeights
 
 @quiet
 def tail_values(found: TailWeights, values: Array, regressed: Array) -> TailValues:
-    """Of the samples' ``values`` [TAIL_SAMPLES, D] and, from the regression, ``regressed`` [M, D].
+    """Of the samples' ``values`` [samples, D] and, from the regression, ``regressed`` [M, D].
 
     The weighted mean of the samples' values is right but for noise, the regression has hardly any and may be wrong. How
     much of what is between them is no noise, samples of even and of odd number say by how far they agree: noise does
@@ -134,7 +135,7 @@ def tail_values(found: TailWeights, values: Array, regressed: Array) -> TailValu
     )
     agreed, both = (even * odd).sum(axis=1), ((even + odd) ** 2).sum(axis=1)  # [M]
     # Nothing where all scores are equal: three quarters of the samples carry the weight then. Nor if little is added.
-    most = np.fmax(1 - found.carrying / (0.75 * TAIL_SAMPLES), 0)
+    most = np.fmax(1 - found.carrying / (0.75 * len(values)), 0)
     most = most * np.fmin(np.fmax(found.mass / TAIL_TRIFLE - 1, 0), 1)
     believed = np.where(agreed > 0, 4 * agreed / both, 0) * most
     if not np.isfinite(values).all():
@@ -146,14 +147,15 @@ def tail_values(found: TailWeights, values: Array, regressed: Array) -> TailValu
 
 
 def sample_variance(t: Array) -> Array:
-    """Variance [M] over all unvisited candidates of scores t [M, TAIL_SAMPLES] of the samples."""
+    """Variance [M] over all unvisited candidates of scores t [M, samples]."""
     off = t - (_shares(t) * t).sum(axis=1, keepdims=True)
     return (_shares(t) * off * off).sum(axis=1)
 
 
 def _shares(t: Array) -> Array:
-    """Of the unvisited candidates, what each sample stands for, [TAIL_SAMPLES]."""
-    return (2 * np.arange(TAIL_SAMPLES) + 1).astype(t.dtype) / t.dtype.type(TAIL_SAMPLES**2)
+    """Of the unvisited candidates, what each sample stands for, [samples]."""
+    n = t.shape[1]
+    return (2 * np.arange(n) + 1).astype(t.dtype) / t.dtype.type(n**2)
 
 
 @quiet
@@ -169,7 +171,7 @@ def add_tail(
     """
     m, mass, acc = state
     at = keys[sample_places(len(keys))]
-    t = rows @ k[at].T * scale  # [M, TAIL_SAMPLES]
+    t = rows @ k[at].T * scale  # [M, samples]
     found = tail_weights(t, m + np.log(mass), len(keys), softcap)
     if not (np.isfinite(moments.mean_value).all() and np.isfinite(moments.covariance).all()):
         return state

@@ -217,10 +217,13 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     *({"options": {"rank": "weight"}, "seqlen_q": 900, "head_dim": head_dim} for head_dim in (64, 128, 256)),
     {"options": {"rank": "weight"}, "seqlen_q": 500, "seqlen_k": 777, "is_causal": False, "scale": -0.1},
     {"options": {"rank": "weight", "tail": "first_order", "unit": 4}, "seqlen_q": 1300, "head_dim": 128},
+    # Samples of 4,000 keys and, twice as many, of 9,000; values that are not finite and, in bfloat16, almost not.
     *(
         {"options": {"rank": "mean", "tail": "first_order"}, "squares": True, "tau": 1000.0, "seqlen_q": 300,
-         "seqlen_k": 4000, "segment": 64, "head_dim": head_dim, "scale": 0.6 * head_dim**-0.5, **more}
-        for head_dim in (64, 128, 256) for more in ({}, {"dtype": "float16"}, {"poison": ("v", 1000, INF)})
+         "seqlen_k": 9000, "segment": 64, "head_dim": head_dim, "scale": 0.6 * head_dim**-0.5, **more}
+        for head_dim in (64, 128, 256)
+        for more in ({}, {"dtype": "float16"}, {"seqlen_k": 4000}, {"poison": ("v", 1000, INF)},
+                     {"poison": ("v", 8000, NAN)}, {"poison": ("v", 1000, 3e38)})
     ),
     # Each query by itself: two groups of keys, four or eight, segments of up to 128 queries and longer, short last
     # ones, more blocks of units than one, and without causality units between them on three sides.

@@ -13,7 +13,7 @@ OPTIONS = {"rank": "mean", "window": 30, "tail": "first_order"}
 TAIL = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64, tau=1000.0, options=OPTIONS)
 HOPPER_TAIL = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=512, head_dim=128, tau=1000.0, options=OPTIONS)
 # Values that no regression on scores knows, of keys that hold a good part of the mass.
-SQUARES = Case(seqlen_q=300, seqlen_k=4000, segment=64, scale=0.075, block_m=64, block_n=64, tau=1000.0, squares=True,
+SQUARES = Case(seqlen_q=300, seqlen_k=9000, segment=64, scale=0.075, block_m=64, block_n=64, tau=1000.0, squares=True,
                options={"rank": "mean", "tail": "first_order"})  # fmt: skip
 HOPPER_SQUARES = replace(SQUARES, head_dim=128, scale=0.053, block_m=128, block_n=128)
 # The same by the copy engine.
@@ -84,6 +84,22 @@ TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
             ("all samples are taken for those of odd number", "tail output", "sampled(my, sample)[i] - sample.even[i]",
              "sampled(my, sample)[i]"),
             ("the mean counts whole beside samples", "tail output", "of_mean = added - of_samples", "of_mean = added"),
+        ),
+    ),
+    (
+        "pass2_tail_sm90", replace(HOPPER_SQUARES, seqlen_k=4000),
+        (
+            ("a tile of few samples has them in their order", "tail output",
+             "row % (kBlockN / 2) * 2 + row / (kBlockN / 2)", "row"),
+            ("shares are half of what they are", "tail output",
+             "sample.sums.one = 1.f / static_cast<float>(sample.samples",
+             "sample.sums.one = 0.5f / static_cast<float>(sample.samples"),
+        ),
+    ),
+    (
+        "add_tail", replace(SQUARES, seqlen_k=4000),
+        (
+            ("samples that come again count twice", "tail output", "i * kTailSlice < samples / 2 ? ", "true ? "),
         ),
     ),
     (

@@ -11,6 +11,7 @@ from s2o_cupy.reference import dense_attention, s2o, tail
 from s2o_cupy.spec import (
     MOMENT_KEYS,
     TAIL_DOUBT,
+    TAIL_FEW,
     TAIL_REACH,
     TAIL_SAMPLES,
     Geometry,
@@ -19,6 +20,7 @@ from s2o_cupy.spec import (
     moment_keys,
     moment_place,
     moment_samples,
+    tail_samples,
 )
 
 
@@ -59,9 +61,10 @@ def test_equal_keys_need_no_visit(rng):
     # A handful of operations in float64 on numbers of the result's size.
     np.testing.assert_allclose(found.o, o, rtol=1e-12)
     # Weights go with the share that a sample stands for, (2 i + 1) / N^2, so about 3 / 4 of N samples carry them.
-    share = (2 * np.arange(TAIL_SAMPLES) + 1) / TAIL_SAMPLES**2
+    samples = tail_samples(300)
+    share = (2 * np.arange(samples) + 1) / samples**2
     carrying = 1 / (share**2).sum()
-    assert carrying == pytest.approx(0.75 * TAIL_SAMPLES, rel=0.01)
+    assert carrying == pytest.approx(0.75 * samples, rel=0.01)
     for n in (1, 2):
         rest, dense = 100 * n - 16, np.arange(100) + 1
         counted = np.log(16 + dense + rest * carrying / (carrying + TAIL_DOUBT)) - np.log(100 * n + dense)
@@ -73,8 +76,10 @@ def test_equal_keys_need_no_visit(rng):
 def test_places_of_samples(left):
     """All are there, they ascend, and none is further from those beside it than what both stand for."""
     at = tail.sample_places(left)
-    assert at[0] <= left // TAIL_SAMPLES**2 and at[-1] < left and (np.diff(at) >= 0).all()
-    shares = (2 * np.arange(TAIL_SAMPLES) + 1) / TAIL_SAMPLES**2 * left
+    samples = len(at)
+    assert samples == (TAIL_SAMPLES if left >= TAIL_FEW else TAIL_SAMPLES // 2)
+    assert at[0] <= left // samples**2 and at[-1] < left and (np.diff(at) >= 0).all()
+    shares = (2 * np.arange(samples) + 1) / samples**2 * left
     assert shares.sum() == pytest.approx(left)
     assert (np.diff(at) <= shares[1:] + 1).all()
 

@@ -110,7 +110,10 @@ __device__ __forceinline__ void run_second(Consumer<Traits>& my, const Params& a
     softmax<false>(my, limit, rows);
     rescale(my);
     pack(my);
-    if (Traits::kBringsOutputs && Rows::resumes(all)) release_v(my);
+    if (Traits::kBringsOutputs && Rows::resumes(all)) {
+      release_v(my);
+      if constexpr (kAddsTail<Traits>) barrier_arrive(my.shared.outputs_read);
+    }
     const int visited = walk<false>(my, nth, q, tiles, limit, rows);
     const int stop_checks = (visited + Traits::kTilesPerStopCheck - 1) / Traits::kTilesPerStopCheck;
     int stored[2];

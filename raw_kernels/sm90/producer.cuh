@@ -229,19 +229,24 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
     if constexpr (kAddsTail<Traits>) {
       const int visited = stop_checks * kStopCheckKeys, left = count - visited;
       if (left > 0) {
-        int samples[2];  // of each half the slot, or position, of this thread's
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int i = visited + sample_place(half, row, left);
-          samples[half] = Rows::key(params, Rows::unit(params, order, i), i);
-          if constexpr (kPaged) samples[half] = pages.slot(pages.of(table_row), samples[half]);
-        }
+        // Samples of even number are one tile and those of odd number another, or each half of one.
+        const int samples = tail_samples(left);
+        const bool one_tile = samples == kBlockN;
+        const auto slot_of_sample = [&](int n) {  // or position
+          const int i = visited + sample_place(n, samples, left);
+          const int sample = Rows::key(params, Rows::unit(params, order, i), i);
+          if constexpr (kPaged) return pages.slot(pages.of(table_row), sample);
+          return sample;
+        };
+        const int first = one_tile ? row % (kBlockN / 2) * 2 + row / (kBlockN / 2) : 2 * row;
+        const int slots[2] = {slot_of_sample(first), one_tile ? 0 : slot_of_sample(first + 1)};
         const int64 moments = moments_of(params, rows);
         if (row < Traits::kHeadDim)
           cp_async_4(shared_address(shared.mean_values + row), params.mean_values + moments * Traits::kHeadDim + row);
-        // There is room for the first half's keys and values at once, and for the others when the walk has ended. By boxes
-        // a warp tells itself that they have landed: that of one copy while the next is under way.
+        // There is room for the first tile of keys and of values at once, and for the others when the walk has ended. By
+        // boxes a warp tells itself that they have landed: that of one copy while the next is under way.
         uint64* landing = nullptr;
+        if (Traits::kBringsOutputs && Rows::resumes(params)) barrier_wait(shared.outputs_read, nth & 1);
         const auto report = [&](uint64* next) {
           if constexpr (kByBoxes) {
             cp_async_commit();
@@ -262,12 +267,13 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
         };
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+          if (half == 1 && one_tile) break;
           barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
-          layout.gather_keys(shared_address(shared.k[k_ring.slot]), k, k_units(samples[half]), whole_rows);
+          layout.gather_keys(shared_address(shared.k[k_ring.slot]), k, k_units(slots[half]), whole_rows);
           report(&shared.k_full[k_ring.slot]);
           k_ring.advance();
           barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
-          layout.gather_keys(shared_address(shared.v[v_ring.slot]), v, value_units(samples[half]), whole_rows);
+          layout.gather_keys(shared_address(shared.v[v_ring.slot]), v, value_units(slots[half]), whole_rows);
           report(&shared.v_full[v_ring.slot]);
           v_ring.advance();
         }

@@ -227,6 +227,7 @@ __device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
       barrier_init(shared.v_empty[s], Traits::kConsumerWarps);
     }
     for (int s = 0; s < kVoteSlots; ++s) barrier_init(shared.voted[s], Traits::kConsumerWarps);
+    if constexpr (kAddsTail<Traits>) barrier_init(shared.outputs_read, Traits::kConsumerThreads);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();

@@ -10,7 +10,6 @@ namespace s2o {
 namespace sm90 {
 
 constexpr int kPart = 64;  // samples whose scores are found at a time: registers have no room for more
-constexpr int kParts = kTailSamples / kPart;
 // Float16: log2 of the largest factor by which weights are lifted to be packed, and the largest of those of a part over
 // those of the first.
 constexpr float kMostLift = 100.f, kMostOver = 1024.f;
@@ -41,6 +40,7 @@ struct Sample {
   float lower[2];                       // what the last part makes of sums before it
   float values[Traits::kDimTiles * 4];  // [rows, dims] sums of values by packed weights, see `sampled`
   float even[spec::kTailEvidence / 2];  // the first ones, of samples of even number
+  int samples, parts;
   uint32 output[Traits::kDimTiles][2];  // [rows, dims] of what has been visited, packed: acc would be twice as many
 };
 
@@ -68,6 +68,16 @@ __device__ __forceinline__ void park_output(Consumer<Traits>& my, Sample<Traits>
       const float* x = &my.acc[d * 4 + 2 * h];
       sample.output[d][h] = Traits::Element::pack(x[0] * inverse, x[1] * inverse);
     }
+  }
+}
+
+template <class Traits>
+__device__ __forceinline__ void take_output(Consumer<Traits>& my, const Sample<Traits>& sample) {
+  using Element = typename Traits::Element;
+#pragma unroll
+  for (int i = 0; i < Traits::kDimTiles * 4; ++i) {
+    const uint32 pair = sample.output[i / 4][i / 2 % 2];
+    my.acc[i] = (i % 2 == 0 ? Element::low(pair) : Element::high(pair)) * my.l[i / 2 % 2];
   }
 }
 
@@ -112,7 +122,7 @@ __device__ __forceinline__ void weigh_part(const TailScores& scores, const float
   constexpr bool kLifts = !Traits::Element::kWide;
   SampleSums& sums = sample.sums;
   const auto product = [&](int j, int h, int e) { return sample.s[j * 4 + 2 * h + e]; };
-  if (part == kParts / 2) sums.keep_even();
+  if (2 * part == sample.parts) sums.keep_even();
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float most = -infinity();
@@ -141,7 +151,8 @@ __device__ __forceinline__ void weigh_part(const TailScores& scores, const float
     sums.template find_middle<kPart / 8>(product);
     sums.clear();
   }
-  sums.template add<kPart / 8>(part / 2, part % 2 * kPart, scores, product, [&](int j, int h, int e, float weight) {
+  const int half = sample.parts == 2 ? part : part / 2;
+  sums.template add<kPart / 8>(half, (sample.parts == 2 ? 0 : part % 2) * kPart, scores, product, [&](int j, int h, int e, float weight) {
     sample.s[j * 4 + 2 * h + e] = kLifts ? weight * sample.lift[h] : weight;
   });
 }
@@ -213,7 +224,8 @@ __device__ __forceinline__ void believe(Consumer<Traits>& my, Sample<Traits>& sa
 // Adds to acc what the rows' samples say: their values as far as they are believed, else the regression's.
 template <class Traits>
 __device__ __forceinline__ void add_findings(Consumer<Traits>& my, Sample<Traits>& sample,
-                                             const SampleFindings& all_say, float scale, uint32 covariance, uint32 nth) {
+                                             const SampleFindings& all_say, float scale, uint32 covariance,
+                                             uint32 nth) {
   using Element = typename Traits::Element;
   const float2* means = reinterpret_cast<const float2*>(my.shared.mean_values) + my.lane % 4;
   float slope[2];
@@ -270,6 +282,9 @@ __device__ __forceinline__ void add_unvisited(Consumer<Traits>& my, const TailAt
   const TailScores scores{all.scale_log2, all.cap_scale};
   const float found[2] = {my.m[0] + __log2f(my.l[0]), my.m[1] + __log2f(my.l[1])};
   Sample<Traits> sample;
+  sample.samples = tail_samples(left);
+  sample.parts = sample.samples / kPart;
+  sample.sums.one = 1.f / static_cast<float>(sample.samples * sample.samples);
   await_turn(my);
   issue_part(my, sample, q, 0);
   pass_turn(my);
@@ -279,7 +294,7 @@ __device__ __forceinline__ void add_unvisited(Consumer<Traits>& my, const TailAt
   weigh_part<true>(scores, found, sample, 0);
   pack_part(sample);
 #pragma unroll 1
-  for (int part = 1; part < kParts; ++part) {
+  for (int part = 1; part < sample.parts; ++part) {
     issue_part(my, sample, q, part);
     issue_values(my, sample, part - 1);
     wgmma_wait<1>();
@@ -288,15 +303,13 @@ __device__ __forceinline__ void add_unvisited(Consumer<Traits>& my, const TailAt
     weigh_part<false>(scores, found, sample, part);
     wgmma_wait_behind(sample.sums.weights[0] + sample.sums.weights[1]);  // weights are found under the product
     finished(sampled(my, sample));
-    if (part == kParts / 2) {
-      release_v(my);
-      keep_even(my, sample);
-    }
+    if (part == 2) release_v(my);
+    if (2 * part == sample.parts) keep_even(my, sample);
     lower_values(my, sample);
     pack_part(sample);
   }
-  issue_values(my, sample, kParts - 1);
-  SampleFindings all_say = sample.sums.finish(left, all.scale, found);
+  issue_values(my, sample, sample.parts - 1);
+  SampleFindings all_say = sample.sums.finish(left, sample.samples, all.scale, found);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float unit = Traits::Element::kWide ? 1.f : __fdividef(1.f, sample.lift[h]);
@@ -310,9 +323,12 @@ __device__ __forceinline__ void add_unvisited(Consumer<Traits>& my, const TailAt
   wgmma_wait<0>();
   finished(sampled(my, sample));
   release_v(my);
-  if (!finite) all_say.mass[0] = all_say.mass[1] = 0.f;
-  believe(my, sample, all_say, all.scale, covariance, nth);
-  add_findings(my, sample, all_say, all.scale, covariance, nth);
+  if (finite) {
+    believe(my, sample, all_say, all.scale, covariance, nth);
+    add_findings(my, sample, all_say, all.scale, covariance, nth);
+  } else {
+    take_output(my, sample);
+  }
   release(my, my.shared.q_empty[nth % Traits::kQueryPlaces]);
   release_k(my);
 }

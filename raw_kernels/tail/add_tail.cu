@@ -212,12 +212,14 @@ struct TailTile : TailRows<Traits> {
   template <int kHalf>
   __device__ __forceinline__ void add_half(SampleSums& sums) {
     const TailScores scores = Rows::scores();
+    const int samples = tail_samples(at.work.left);
     float x[kTiles][4], weight[kTiles][4];
     const auto product = [&](int j, int h, int e) { return x[j][2 * h + e]; };
 #pragma unroll
     for (int i = kSlices - 1; i >= 0; --i) {
       multiply<Element>(x, thread_rows(shared_address(shared.rows)) + i * (kTailSlice * kHeadDim * 2));
       if (kHalf == 0 && i == kSlices - 1) sums.template find_middle<kTiles>(product);
+      sums.one = i * kTailSlice < samples / 2 ? 1.f / static_cast<float>(samples * samples) : 0.f;
       sums.template add<kTiles>(kHalf, i * kTailSlice, scores, product,
                                 [&](int j, int h, int e, float x) { weight[j][2 * h + e] = x; });
 #pragma unroll
@@ -269,7 +271,7 @@ struct TailTile : TailRows<Traits> {
       find_top(sums);
       find_sums(sums, false);
     }
-    SampleFindings found = sums.finish(at.work.left, p.scale, lse);
+    SampleFindings found = sums.finish(at.work.left, tail_samples(at.work.left), p.scale, lse);
     if (!moments_are_finite<kHeadDim>(at.mean_values)) found.mass[0] = found.mass[1] = 0.f;
     if (!__syncthreads_or(found.mass[0] > 0.f || found.mass[1] > 0.f)) return;  // and everybody has read the samples
     to_bfloat16();

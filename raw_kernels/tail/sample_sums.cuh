@@ -39,6 +39,7 @@ struct SampleSums {
   float even[2];      // weights of the first half
   float top[2];       // the largest size
   bool too_large[2];  // weights, the first time
+  float one;          // 1 / samples^2
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -79,18 +80,17 @@ struct SampleSums {
     }
   }
   // Adds kTiles * 8 samples of a half, from its number `first` on. Number i of half `half` is sample 2 i + half; sample n
-  // stands for a share of (2 n + 1) / kTailSamples^2. keep(j, h, e, weight) takes its weight.
+  // stands for a share of (2 n + 1) / samples^2. keep(j, h, e, weight) takes its weight.
   template <int kTiles, class Product, class Keep>
   __device__ __forceinline__ void add(int half, int first, const TailScores& scores, const Product& product,
                                       const Keep& keep) {
-    constexpr float kOne = 1.f / (kTailSamples * kTailSamples);
-    float first_share = static_cast<float>(4 * first + 2 * half + static_cast<int>(threadIdx.x) % 4 * 8 + 1) * kOne;
+    float first_share = static_cast<float>(4 * first + 2 * half + static_cast<int>(threadIdx.x) % 4 * 8 + 1) * one;
     asm volatile("" : "+f"(first_share));  // or all shares, worked out once, are kept for where they come again
 #pragma unroll
     for (int j = 0; j < kTiles; ++j)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float share = first_share + (32 * j + 4 * e) * kOne;
+        const float share = fmaf(32 * j + 4 * e, one, first_share);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float x = product(j, h, e), off = x - middle[h], part = share * off;
@@ -133,9 +133,9 @@ struct SampleSums {
     even[0] = weights[0];
     even[1] = weights[1];
   }
-  // Of all samples, which stand for `left` candidates, of a row whose log2 of what it has found is `found`. Mass 0 where
+  // Of all `samples`, which stand for `left` candidates, of a row whose log2 of what it has found is `found`. Mass 0 where
   // something is not finite, or some sample weighs more than 2^kTailReach times that.
-  __device__ __forceinline__ SampleFindings finish(int left, float scale, const float (&found)[2]) const {
+  __device__ __forceinline__ SampleFindings finish(int left, int samples, float scale, const float (&found)[2]) const {
     SampleFindings y;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -153,7 +153,7 @@ struct SampleSums {
       if (!is_near || !(mass < infinity()) || !(tilt <= 1.f)) mass = 0.f;
       y.mass[h] = mass;
       y.tilt[h] = tilt;
-      const float learnt = fmaxf(1.f - carrying * (4.f / (3 * kTailSamples)), 0.f);
+      const float learnt = fmaxf(1.f - __fdividef(carrying * 4.f, 3.f * samples), 0.f);
       y.believed[h] = learnt * within_one(mass * spec::kTailTrifleParts - 1.f);
       y.per_half[0][h] = __fdividef(1.f, of_even);
       y.per_half[1][h] = __fdividef(1.f, sum - of_even);

@@ -22,16 +22,21 @@ __device__ __forceinline__ bool moments_are_finite(const float* mean_values) {
   return __all_sync(kFullWarp, finite);
 }
 
-// The sample of a half, number i of it, stands at the square of (n + 1/2) / kTailSamples of the way through the unvisited
-// candidates, n = 2 i + half.
-__device__ __forceinline__ int sample_place(int half, int i, int left) {
-  const int64 odd = 2 * (2 * i + half) + 1;
-  return static_cast<int>(odd * odd * left / (4 * kTailSamples * kTailSamples));
+// How many of `left` unvisited candidates are sampled.
+__device__ __forceinline__ int tail_samples(int left) {
+  return left < spec::kTailFew ? kTailSamples / 2 : kTailSamples;
+}
+// Of `samples` number n stands at the square of (n + 1/2) / samples of the way through the candidates. n is below that.
+__device__ __forceinline__ int sample_place(int n, int samples, int left) {
+  constexpr int64 kMost = 4 * kTailSamples * kTailSamples;
+  const int64 square = static_cast<int64>((2 * n + 1) * (2 * n + 1)) * left;
+  return static_cast<int>(samples == kTailSamples ? square / kMost : square / (kMost / 4));
 }
 
-// How far the samples' own values are to be believed, by how two halves of them agree: of sums over elements.
+// How far the samples' own values are to be believed, by how two halves of them agree: of sums over elements, which may be
+// no numbers.
 __device__ __forceinline__ float agreement(float agreed, float both) {
-  return agreed > 0.f ? __fdividef(4.f * agreed, both) : 0.f;
+  return agreed > 0.f ? SampleSums::within_one(__fdividef(4.f * agreed, both)) : 0.f;
 }
 
 }  // namespace s2o

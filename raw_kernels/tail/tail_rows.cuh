@@ -105,7 +105,8 @@ struct TailRows {
     work.batch = batch;
   }
 
-  // A sample a thread; half of the block finds queries too.
+  // A sample a thread, of even number first; half of the block finds queries too. Where there are fewer samples they come
+  // again, and count for nothing then.
   __device__ __forceinline__ void find_rows() const {
     const TailWork& work = at.work;
     const int i = threadIdx.x;
@@ -117,7 +118,8 @@ struct TailRows {
       at.lse[i] = work.lse + position;
     }
     const Geometry& g = p.geometry;
-    const int candidate = work.visited + sample_place(i / kTailHalf, i % kTailHalf, work.left);
+    const int samples = tail_samples(work.left), number = i % kTailHalf % (samples / 2) * 2 + i / kTailHalf;
+    const int candidate = work.visited + sample_place(number, samples, work.left);
     const int key = (work.k_order[candidate >> g.unit_shift] << g.unit_shift) + (candidate & g.unit_mask());
     if constexpr (Traits::kPaged) {
       at.samples[i] = work.k + PagedRows{p.k, p.pages, work.batch, 0}.offset(key);

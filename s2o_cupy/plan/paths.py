@@ -248,7 +248,7 @@ class _Hopper(Path):
         """Of tiles of 128: a tile of keys is then as large as half of a sample."""
         if pass2.family is not PASS2_SM90 or hopper_block_n(pass2.head_dim) != TAIL_SAMPLES // 2:
             return None
-        return replace(pass2, family=PASS2_TAIL_SM90, shared_bytes=pass2.shared_bytes + pass2.head_dim * 4)
+        return replace(pass2, family=PASS2_TAIL_SM90, shared_bytes=pass2.shared_bytes + pass2.head_dim * 4 + 8)
 
     def laddered(self, pass2: Kernel) -> Kernel:
         return replace(pass2, family=_LADDER_SM90[pass2.family])

@@ -59,6 +59,7 @@ ERROR_SEGMENTS = 32  # that are sampled, all if there are no more
 DRAW_STEP = 0x61C88647  # of 2^32, by the golden ratio: where in its run of neighbours each sampled segment stands
 WEIGHT_RUN = 8  # queries behind a pooled query of rank="weight", where nobody says how many there are
 TAIL_SAMPLES = 256  # unvisited candidates that say how much all of them weigh, and what they are worth
+TAIL_FEW = 8192  # unvisited candidates: fewer of them have half as many samples
 TAIL_DOUBT = 4  # so many of them that share the weight evenly are believed by half
 TAIL_EVIDENCE = 32  # elements of values that tell how far the samples' are to be believed
 TAIL_TRIFLE = 1 / 64  # of what a row has found: up to where so much is added, values are those of a regression
@@ -80,6 +81,7 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kKeyBuckets": KEY_BUCKETS,
     "kMostPooled": MOST_WEIGHED,
     "kTailSamples": TAIL_SAMPLES,
+    "kTailFew": TAIL_FEW,
     "kMomentKeys": MOMENT_KEYS,
     "kTailDoubt": TAIL_DOUBT,
     "kTailReach": TAIL_REACH,

@@ -75,7 +75,7 @@ def _values_off(
     found: Any, values: Any, size: Array, relative: Array, regressed_off: Array, regressed: Array
 ) -> Array:
     """What values between samples' and a regression's may be off by [M, D], beside the regression: ``size``
-    [TAIL_SAMPLES, D] of the samples' values, ``relative`` [M] error of their weights."""
+    [samples, D] of the samples' values, ``relative`` [M] error of their weights."""
 
     def mean_off(weight: Array, of: Array) -> Array:  # weights and values are rounded to 16 bits, to bfloat16 at worst
         mean = np.nan_to_num(weight @ of) / np.maximum(weight.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
