@@ -39,13 +39,12 @@ struct Sample {
   float lift[2];                        // float16: what packed weights are multiples of weights by
   float lower[2];                       // what the last part makes of sums before it
   float values[Traits::kDimTiles * 4];  // [rows, dims] sums of values by packed weights, see `sampled`
-  float even[spec::kTailEvidence / 2];  // the first ones, of samples of even number
   int samples, parts;
   uint32 output[Traits::kDimTiles][2];  // [rows, dims] of what has been visited, packed: acc would be twice as many
 };
 
-// Where sums of values are: where there are as many, in the place of a tile's scores. With an array more for products to
-// end in, ptxas finds too few registers.
+// Where sums of values are: where there are as many, in the place of a tile's scores. With an array more that products end
+// in ptxas finds too few registers.
 template <class Traits>
 __device__ __forceinline__ float (&sampled(Consumer<Traits>& my, Sample<Traits>& sample))[Traits::kDimTiles * 4] {
   if constexpr (Traits::kDimTiles == Traits::kKeyTiles) {
@@ -53,6 +52,12 @@ __device__ __forceinline__ float (&sampled(Consumer<Traits>& my, Sample<Traits>&
   } else {
     return sample.values;
   }
+}
+
+// The first of them, of samples of even number.
+template <class Traits>
+__device__ __forceinline__ float& even_sum(const Consumer<Traits>& my, int i) {
+  return my.shared.even[i][threadIdx.x - kWarpgroup];
 }
 
 // Packs the output as it would be stored.
@@ -114,8 +119,8 @@ __device__ __forceinline__ void issue_values(Consumer<Traits>& my, Sample<Traits
   wgmma_commit();
 }
 
-// Scores of a part become weights. Where they are larger than before, sums are lowered. In float16 the largest of the first
-// part is packed as kTailSamples / 4 times its share, so that others are there as well.
+// Scores of a part become weights. Where they are larger than before, sums are lowered. In float16 the largest of the
+// first part is packed as kTailSamples / 4 times its share, so that others are there as well.
 template <bool kFirst, class Traits>
 __device__ __forceinline__ void weigh_part(const TailScores& scores, const float (&found)[2], Sample<Traits>& sample,
                                            int part) {
@@ -151,8 +156,8 @@ __device__ __forceinline__ void weigh_part(const TailScores& scores, const float
     sums.template find_middle<kPart / 8>(product);
     sums.clear();
   }
-  const int half = sample.parts == 2 ? part : part / 2;
-  sums.template add<kPart / 8>(half, (sample.parts == 2 ? 0 : part % 2) * kPart, scores, product, [&](int j, int h, int e, float weight) {
+  const int half = sample.parts == 2 ? part : part / 2, first = sample.parts == 2 ? 0 : part % 2 * kPart;
+  sums.template add<kPart / 8>(half, first, scores, product, [&](int j, int h, int e, float weight) {
     sample.s[j * 4 + 2 * h + e] = kLifts ? weight * sample.lift[h] : weight;
   });
 }
@@ -168,7 +173,7 @@ __device__ __forceinline__ void pack_part(Sample<Traits>& sample) {
 template <class Traits>
 __device__ __forceinline__ void keep_even(Consumer<Traits>& my, Sample<Traits>& sample) {
 #pragma unroll
-  for (int i = 0; i < spec::kTailEvidence / 2; ++i) sample.even[i] = sampled(my, sample)[i];
+  for (int i = 0; i < spec::kTailEvidence / 2; ++i) even_sum(my, i) = sampled(my, sample)[i];
 }
 template <class Traits>
 __device__ __forceinline__ void lower_values(Consumer<Traits>& my, Sample<Traits>& sample) {
@@ -176,7 +181,7 @@ __device__ __forceinline__ void lower_values(Consumer<Traits>& my, Sample<Traits
 #pragma unroll
   for (int i = 0; i < Traits::kDimTiles * 4; ++i) sampled(my, sample)[i] *= sample.lower[i / 2 % 2];
 #pragma unroll
-  for (int i = 0; i < spec::kTailEvidence / 2; ++i) sample.even[i] *= sample.lower[i / 2 % 2];
+  for (int i = 0; i < spec::kTailEvidence / 2; ++i) even_sum(my, i) *= sample.lower[i / 2 % 2];
 }
 
 // How far each row's samples are believed, by how far both halves agree on some elements. `all_say` of packed weights.
@@ -198,6 +203,8 @@ __device__ __forceinline__ void believe(Consumer<Traits>& my, Sample<Traits>& sa
   const float2* means = reinterpret_cast<const float2*>(my.shared.mean_values) + my.lane % 4;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
+    const float per_even = __fdividef(1.f, all_say.even[h]);
+    const float per_odd = __fdividef(1.f, all_say.weights[h] - all_say.even[h]);
     float agreed = 0.f, both = 0.f, zero = 0.f;
 #pragma unroll
     for (int d = 0; d < kEvidence / 8; ++d) {
@@ -206,8 +213,9 @@ __device__ __forceinline__ void believe(Consumer<Traits>& my, Sample<Traits>& sa
       for (int e = 0; e < 2; ++e) {
         const int i = d * 4 + 2 * h + e;
         const float regressed = fmaf(all_say.tilt[h] * scale, x[i], e == 0 ? mean.x : mean.y);
-        const float a = fmaf(sample.even[i], all_say.per_half[0][h], -regressed);
-        const float b = fmaf(sampled(my, sample)[i] - sample.even[i], all_say.per_half[1][h], -regressed);
+        const float sum = even_sum(my, i);
+        const float a = fmaf(sum, per_even, -regressed);
+        const float b = fmaf(sampled(my, sample)[i] - sum, per_odd, -regressed);
         agreed = fmaf(a, b, agreed);
         both = fmaf(a + b, a + b, both);
       }
@@ -236,7 +244,7 @@ __device__ __forceinline__ void add_findings(Consumer<Traits>& my, Sample<Traits
     const float added = adds ? __fdividef(mass, 1.f + mass) : 0.f, kept = adds ? 1.f - added : my.l[h];
     const float of_samples = added * all_say.believed[h], of_mean = added - of_samples;
     const bool believes = of_samples > 0.f;  // where not, sums may be no numbers
-    const float per_sample = believes ? of_samples * all_say.per_sample[h] : 0.f;
+    const float per_sample = believes ? __fdividef(of_samples, all_say.weights[h]) : 0.f;
     slope[h] = of_mean * all_say.tilt[h] * scale;
 #pragma unroll
     for (int d = 0; d < Traits::kDimTiles; ++d) {
@@ -276,8 +284,8 @@ __device__ __forceinline__ void add_findings(Consumer<Traits>& my, Sample<Traits
 
 // From acc and (m, l) of what has been visited to those of all candidates, of which `left` have not: acc a mean, l 1.
 template <class Traits>
-__device__ __forceinline__ void add_unvisited(Consumer<Traits>& my, const TailAttentionParams& all, uint32 nth, uint32 q,
-                                              int left) {
+__device__ __forceinline__ void add_unvisited(Consumer<Traits>& my, const TailAttentionParams& all, uint32 nth,
+                                              uint32 q, int left) {
   static_assert(Traits::kBlockN == 2 * kPart && Traits::kBlockN == kTailHalf, "one tile of keys is half of the sample");
   const TailScores scores{all.scale_log2, all.cap_scale};
   const float found[2] = {my.m[0] + __log2f(my.l[0]), my.m[1] + __log2f(my.l[1])};
@@ -310,13 +318,12 @@ __device__ __forceinline__ void add_unvisited(Consumer<Traits>& my, const TailAt
   }
   issue_values(my, sample, sample.parts - 1);
   SampleFindings all_say = sample.sums.finish(left, sample.samples, all.scale, found);
+  if constexpr (!Traits::Element::kWide)  // of packed ones
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const float unit = Traits::Element::kWide ? 1.f : __fdividef(1.f, sample.lift[h]);
-    all_say.per_sample[h] *= unit;
-    all_say.per_half[0][h] *= unit;
-    all_say.per_half[1][h] *= unit;
-  }
+    for (int h = 0; h < 2; ++h) {
+      all_say.weights[h] *= sample.lift[h];
+      all_say.even[h] *= sample.lift[h];
+    }
   barrier_wait(my.shared.k_full[my.k_ring.slot], my.k_ring.parity);
   const uint32 covariance = tile_descriptor(shared_address(my.shared.k[my.k_ring.slot]), 0);  // in place of keys
   const bool finite = moments_are_finite<Traits::kHeadDim>(my.shared.mean_values);
@@ -329,7 +336,6 @@ __device__ __forceinline__ void add_unvisited(Consumer<Traits>& my, const TailAt
   } else {
     take_output(my, sample);
   }
-  release(my, my.shared.q_empty[nth % Traits::kQueryPlaces]);
   release_k(my);
 }
 

@@ -9,10 +9,10 @@
 //   value = regressed + believed * (mean of the samples' values by weight - regressed)
 //   out, lse <- with the mass at that value; as they are where something of it is not finite
 //
-// A warp has 16 queries and multiplies them with all samples, half of these at a time, keeping the weights in registers. Then
-// it takes kTailSlice dimensions at a time: of the covariance times its queries, and of its weights times the samples' values.
-// A thread reads 16 bytes of a row at once, of queries and outputs from global and of what they are multiplied with from
-// shared memory: it holds dimensions 8 t .. 8 t + 7 of each 32, t = lane % 4. A product takes dimensions in any order,
+// A warp has 16 queries and multiplies them with all samples, half of these at a time, keeping the weights in registers.
+// Then it takes kTailSlice dimensions at a time: of the covariance times its queries, and of its weights times the samples'
+// values. A thread reads 16 bytes of a row at once, of queries and outputs from global and of what they are multiplied with
+// from shared memory: it holds dimensions 8 t .. 8 t + 7 of each 32, t = lane % 4. A product takes dimensions in any order,
 // if both sides have the same.
 #include "tail/tail_rows.cuh"
 
@@ -283,6 +283,7 @@ struct TailTile : TailRows<Traits> {
       __syncthreads();
     }
     Rows::begin_outputs(found.mass);
+    const float per_sample[2] = {__fdividef(1.f, found.weights[0]), __fdividef(1.f, found.weights[1])};
 #pragma unroll 1
     for (int d = 0; d < p.geometry.head_dim; d += kTailSlice) {
       uint4 before[2];
@@ -298,7 +299,7 @@ struct TailTile : TailRows<Traits> {
       const float* mean = at.mean_values + d + lane % 4 * 8;
       Rows::add_to_outputs(d, before, [&](int j, int h, int e) {
         const float regressed = fmaf(found.tilt[h] * p.scale, x[j][2 * h + e], mean[2 * j + e]);
-        const float apart = sampled[j][2 * h + e] * found.per_sample[h] - regressed;
+        const float apart = sampled[j][2 * h + e] * per_sample[h] - regressed;
         return samples_count ? fmaf(found.believed[h], apart, regressed) : regressed;
       });
       __syncthreads();  // everybody has read what the next slice takes the place of
@@ -315,14 +316,16 @@ struct TailTile : TailRows<Traits> {
     const float* mean = at.mean_values + lane % 4 * 8;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      const float per_even = __fdividef(1.f, found.even[h]);
+      const float per_odd = __fdividef(1.f, found.weights[h] - found.even[h]);
       float agreed = 0.f, both = 0.f;
 #pragma unroll
       for (int j = 0; j < kTiles; ++j)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float regressed = fmaf(found.tilt[h] * p.scale, x[j][2 * h + e], mean[2 * j + e]);
-          const float a = fmaf(even[j][2 * h + e], found.per_half[0][h], -regressed);
-          const float b = fmaf(odd[j][2 * h + e], found.per_half[1][h], -regressed);
+          const float a = fmaf(even[j][2 * h + e], per_even, -regressed);
+          const float b = fmaf(odd[j][2 * h + e], per_odd, -regressed);
           agreed = fmaf(a, b, agreed);
           both = fmaf(a + b, a + b, both);
         }

@@ -27,7 +27,7 @@ struct SampleFindings {
   float mass[2];      // of all unvisited candidates, as a multiple of what the row has found
   float tilt[2];
   float believed[2];  // of the samples' own values, as far as it follows from how the weight is spread
-  float per_half[2][2], per_sample[2];  // [halves, rows], [rows]: what makes a sum of a half's or of all weights 1
+  float weights[2], even[2];  // sums of them, and of those of even number
 };
 
 // Of two rows of which a thread has a quarter each, and the rest its neighbours, lanes 4 i .. 4 i + 3. Of a half's samples
@@ -155,9 +155,8 @@ struct SampleSums {
       y.tilt[h] = tilt;
       const float learnt = fmaxf(1.f - __fdividef(carrying * 4.f, 3.f * samples), 0.f);
       y.believed[h] = learnt * within_one(mass * spec::kTailTrifleParts - 1.f);
-      y.per_half[0][h] = __fdividef(1.f, of_even);
-      y.per_half[1][h] = __fdividef(1.f, sum - of_even);
-      y.per_sample[h] = __fdividef(1.f, sum);
+      y.weights[h] = sum;
+      y.even[h] = of_even;
     }
     return y;
   }
