@@ -46,7 +46,8 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)  # of S2OConfig
     arrange: str = "contiguous"
     poison: tuple[str, int, float] | None = None  # (q, k or v; its row; a value that is put there)
-    squares: bool = False  # values are keys' squares: no regression on scores knows what a tail's samples say
+    # Values are keys' squares: no regression on scores knows what a tail's samples say.
+    squares: bool = field(default=False, repr=False)
 
     def config(self, path: str = "auto") -> S2OConfig:
         return S2OConfig(self.segment, self.tau, self.block_m, self.block_n, path=path, **self.options)
