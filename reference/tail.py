@@ -1,4 +1,5 @@
-"""What candidates that a q tile did not visit count for: their mass by a sample, their values to first order."""
+"""What candidates that a q tile did not visit count for: their mass by a sample, their values to first order or, as far
+as halves of the sample agree, by the sample."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from ..spec import (
     LOG2E,
     TAIL_DOUBT,
     TAIL_EVIDENCE,
+    TAIL_HALF,
     TAIL_REACH,
     TAIL_TRIFLE,
     moment_keys,
@@ -47,6 +49,7 @@ class TailWeights(NamedTuple):
     tilt: Array  # [M] how far the mean score moves with the weights, over the variance of scores
     weight: Array  # [M, samples], in some unit
     carrying: Array  # [M] how many of them carry the weight
+    shared: Array  # [M] 1, or less where one carries it alone and weighs much of what the row has found
 
 
 class TailValues(NamedTuple):
@@ -105,15 +108,15 @@ def tail_weights(t: Array, lse: Array, left: int, softcap: float) -> TailWeights
     believed = carrying / (carrying + TAIL_DOUBT)
     # One that carries it alone and weighs much of what the row has found is no sample of others: a key put too late.
     heavy = np.clip(np.exp(size.max(axis=1)) / TAIL_TRIFLE - 1, 0, 1)
-    believed = believed * (1 - heavy * np.clip(2 - carrying, 0, 1))
-    mass = total * np.exp(above[:, 0]) * t.dtype.type(left) * believed
+    shared = 1 - heavy * np.clip(2 - carrying, 0, 1)
+    mass = total * np.exp(above[:, 0]) * t.dtype.type(left) * believed * shared
     mass = np.where(above[:, 0] * LOG2E > TAIL_REACH, 0, mass)
     off = t - (share * t).sum(axis=1, keepdims=True)
     variance = sample_variance(t)
     tilt = np.where(variance > 0, (weight * off).sum(axis=1) / (total * variance), 0)
     tilt = np.fmin(np.fmax(tilt, 0), 1)
     mass = np.where(np.isfinite(mass), mass, 0)
-    return TailWeights(mass.astype(t.dtype), tilt.astype(t.dtype), weight, carrying.astype(t.dtype))
+    return TailWeights(mass.astype(t.dtype), tilt.astype(t.dtype), weight, carrying.astype(t.dtype), shared)
 
 
 @quiet
@@ -123,7 +126,8 @@ def tail_values(found: TailWeights, values: Array, regressed: Array) -> TailValu
     The weighted mean of the samples' values is right but for noise, the regression has hardly any and may be wrong. How
     much of what is between them is no noise, samples of even and of odd number say by how far they agree: noise does
     not. Where nearly all samples carry the weight there is little to learn from it, and their mean is the noisier one.
-    Rows to which hardly anything is to be added keep the regression, and all do where a value is not finite.
+    Rows to which hardly anything is to be added keep the regression, as do those in which one half has next to no
+    weight, and all where a value is not finite.
     """
 
     def mean(weight: Array, of: Array) -> Array:
@@ -137,9 +141,11 @@ def tail_values(found: TailWeights, values: Array, regressed: Array) -> TailValu
     # Nothing where all scores are equal: three quarters of the samples carry the weight then. Nor if little is added.
     most = np.fmax(1 - found.carrying / (0.75 * len(values)), 0)
     most = most * np.fmin(np.fmax(found.mass / TAIL_TRIFLE - 1, 0), 1)
-    believed = np.where(agreed > 0, 4 * agreed / both, 0) * most
+    halves = [found.weight[:, first::2].sum(axis=1) for first in (0, 1)]  # [M]
+    most = most * np.clip(np.fmin(*halves) / (TAIL_HALF * sum(halves)) - 1, 0, 1)
     if not np.isfinite(values).all():
-        believed = np.zeros_like(believed)
+        most = np.zeros_like(most)
+    believed = np.where(agreed > 0, 4 * agreed / both, 0) * most
     sampled = np.where(np.isfinite(values), values, 0)
     sampled = mean(found.weight, sampled)
     moved = np.where(believed[:, None] > 0, believed[:, None] * (sampled - regressed), 0)

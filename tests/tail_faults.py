@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpu_cases import Case
+from gpu_cases import NAN, UNKNOWN, Case
 from query_faults import Rows
 
 OPTIONS = {"rank": "mean", "window": 30, "tail": "first_order"}
@@ -18,6 +18,9 @@ SQUARES = Case(seqlen_q=300, seqlen_k=9000, segment=64, scale=0.075, block_m=64,
 HOPPER_SQUARES = replace(SQUARES, head_dim=128, scale=0.053, block_m=128, block_n=128)
 # The same by the copy engine.
 BOXES_TAIL = replace(HOPPER_TAIL, segment=128, options={**OPTIONS, "unit": 8, "rank": "weight"})
+BOXES_SQUARES = replace(HOPPER_SQUARES, segment=128, options={"rank": "weight", "tail": "first_order", "unit": 8})
+LATE = replace(HOPPER_SQUARES, segment=128, arrange="50 bits heavier")
+NAN_SAMPLES = replace(HOPPER_SQUARES, segment=128, poison=("v", UNKNOWN, NAN))
 
 TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
     (
@@ -76,13 +79,13 @@ TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
     (
         "pass2_tail_sm90", HOPPER_SQUARES,
         (
-            ("samples are not believed", "tail output", "all_say.believed[h] *= agreement(",
-             "all_say.believed[h] *= 0.f * agreement("),
+            ("samples are not believed", "tail output", "all_say.believed[h] *= SampleSums::agreement(",
+             "all_say.believed[h] *= 0.f * SampleSums::agreement("),
             ("every other part has the values of the one before", "tail output",
              "Traits::kColumnsStride),\n                                 part % 2 *",
              "Traits::kColumnsStride),\n                                 0 *"),
-            ("all samples are taken for those of odd number", "tail output", "sampled(my, sample)[i] - sum",
-             "sampled(my, sample)[i]"),
+            ("sums of even samples are lost", "tail output", "even_sum(my, i) = sampled(my, sample)[i];",
+             "even_sum(my, i) = 0.f;"),
             ("the mean counts whole beside samples", "tail output", "of_mean = added - of_samples", "of_mean = added"),
         ),
     ),
@@ -105,8 +108,8 @@ TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
     (
         "add_tail", SQUARES,
         (
-            ("samples are not believed", "tail output", "found.believed[h] *= agreement(",
-             "found.believed[h] *= 0.f * agreement("),
+            ("samples are not believed", "tail output", "found.believed[h] *= SampleSums::agreement(",
+             "found.believed[h] *= 0.f * SampleSums::agreement("),
             ("both halves have the first one's values", "tail output", "multiply_values(sampled, 1)",
              "multiply_values(sampled, 0)"),
             ("pairs of values stand as they are copied", "tail output", "value_place(row, j), Rows",
@@ -122,6 +125,39 @@ TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
              "const int64 moments = 0"),
             ("a row of covariances is its neighbour's", "tail output", "(moments) * Traits::kHeadDim + r :",
              "(moments) * Traits::kHeadDim + (r ^ 8) :"),
+        ),
+    ),
+    (
+        "pass2_boxes_tail_sm90", BOXES_SQUARES,
+        (
+            ("both tiles have the first one's values", "tail output", "value_units(slots[half])",
+             "value_units(slots[0])"),
+        ),
+    ),
+    (
+        "pass2_tail_sm90", LATE,
+        (
+            ("sums stay in a unit of before", "tail output", "sample.lower[h] = lowered;", "sample.lower[h] = 1.f;"),
+        ),
+    ),
+    (
+        "pass2_tail_sm90", replace(LATE, dtype="float16"),
+        (
+            ("packed weights change their unit", "tail output", "__fdividef(sample.lift[h], lowered)",
+             "sample.lift[h] + 0.f * lowered"),
+        ),
+    ),
+    (
+        "pass2_tail_sm90", NAN_SAMPLES,
+        (
+            ("what is no number is believed", "tail output", "SampleSums::of_quad(zero) != 0.f", "false"),
+        ),
+    ),
+    (
+        "add_tail", replace(NAN_SAMPLES, head_dim=64, scale=0.075),
+        (
+            ("what is no number is believed", "tail output", "if (samples_count) samples_count =",
+             "if (false) samples_count ="),
         ),
     ),
     (

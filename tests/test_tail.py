@@ -12,8 +12,10 @@ from s2o_cupy.spec import (
     MOMENT_KEYS,
     TAIL_DOUBT,
     TAIL_FEW,
+    TAIL_HALF,
     TAIL_REACH,
     TAIL_SAMPLES,
+    TAIL_TRIFLE,
     Geometry,
     S2OConfig,
     moment_group,
@@ -152,7 +154,7 @@ def test_values_that_go_with_scores_are_found(rng):
     m, mass, acc = tail.add_tail(queries, state, np.arange(60_000), keys, values, moments, 1.0, 0.0)
     error = lambda x: np.linalg.norm(x - exact) / np.linalg.norm(exact)  # noqa: E731
     assert error(acc / mass[:, None]) < 0.3 * error(values.mean(axis=0))
-    # The mass of 60,000 keys from 128, some of which carry most of it.
+    # The mass of 60,000 keys from 256, some of which carry most of it.
     assert np.median(np.abs(np.log(mass / weights.sum(axis=1)))) < 0.4
 
 
@@ -212,3 +214,64 @@ def test_errors_are_smaller_with_it(qkv, softcap, is_causal):
         o = s2o.s2o(q, k, v, config, is_causal=is_causal, softcap=softcap).o
         error[kind] = np.linalg.norm(o - exact)
     assert error["first_order"] < 0.8 * error["none"]
+
+
+def sampled_values(weight, values, regressed, mass=1.0, carrying=0.0):
+    """What `tail_values` makes of one row."""
+    row = [np.array([x], float) for x in (mass, 0.0, weight, carrying, 1.0)]
+    return tail.tail_values(tail.TailWeights(*row), values, regressed[None])
+
+
+def halves(rng, apart):
+    """A regression's value [40], and samples' [TAIL_SAMPLES, 40]: even ones 1 above it, odd ones ``apart``."""
+    regressed = rng.standard_normal(40)
+    return regressed, regressed + np.where(np.arange(TAIL_SAMPLES) % 2, apart, 1.0)[:, None]
+
+
+@pytest.mark.parametrize(("apart", "believed"), [(1.0, 1.0), (0.5, 2 / 2.25), (0.0, 0.0), (-1.0, 0.0)])
+def test_samples_are_believed_as_far_as_halves_agree(rng, apart, believed):
+    """By 4 e o / (e + o)^2, where even samples are e beyond the regression and odd ones o."""
+    regressed, values = halves(rng, apart)
+    found = sampled_values(np.ones(TAIL_SAMPLES), values, regressed)
+    assert found.believed == pytest.approx(believed)
+    np.testing.assert_allclose(found.value[0], regressed + believed * (1 + apart) / 2)
+
+
+@pytest.mark.parametrize(("change", "believed"), [
+    ({"carrying": 0.75 * TAIL_SAMPLES / 4}, 0.75), ({"carrying": TAIL_SAMPLES}, 0.0),
+    ({"mass": TAIL_TRIFLE}, 0.0), ({"mass": 1.5 * TAIL_TRIFLE}, 0.5), ({"mass": 2 * TAIL_TRIFLE}, 1.0),
+])  # fmt: skip
+def test_samples_are_not_believed_where_all_carry_the_weight_or_little_is_added(rng, change, believed):
+    regressed, values = halves(rng, 1.0)
+    found = sampled_values(np.ones(TAIL_SAMPLES), values, regressed, **change)
+    assert found.believed == pytest.approx(believed)
+
+
+@pytest.mark.parametrize(("share", "believed"), [(TAIL_HALF, 0.0), (1.5 * TAIL_HALF, 0.5), (2 * TAIL_HALF, 1.0)])
+def test_a_half_with_next_to_no_weight_says_nothing(rng, share, believed):
+    regressed, values = halves(rng, 1.0)
+    weight = np.where(np.arange(TAIL_SAMPLES) % 2, share, 1 - share)
+    assert sampled_values(weight, values, regressed).believed == pytest.approx(believed)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_sample_that_is_no_number_leaves_the_regression(rng, value):
+    regressed, values = halves(rng, 1.0)
+    values[3, 39] = value
+    found = sampled_values(np.ones(TAIL_SAMPLES), values, regressed)
+    assert found.believed == 0
+    np.testing.assert_array_equal(found.value[0], regressed)
+
+
+@pytest.mark.parametrize(("weighs", "alone", "counts"), [
+    (TAIL_TRIFLE, True, 1.0), (1.5 * TAIL_TRIFLE, True, 0.5), (2 * TAIL_TRIFLE, True, 0.0), (1.0, True, 0.0),
+    (1.0, False, 1.0),
+])  # fmt: skip
+def test_one_sample_that_weighs_much_speaks_for_no_others(weighs, alone, counts):
+    """Where it carries the weight alone; the mass is else what its share makes of it, and TAIL_DOUBT of one."""
+    t = np.where(np.arange(TAIL_SAMPLES) == 100, 0, -1000.0 if alone else -0.1)[None]
+    found = tail.tail_weights(t, np.array([-np.log(weighs)]), 9000, 0.0)
+    assert found.shared == pytest.approx(counts)
+    if alone:
+        share = 201 / TAIL_SAMPLES**2
+        assert found.mass == pytest.approx(9000 * share * weighs * counts / (1 + TAIL_DOUBT))

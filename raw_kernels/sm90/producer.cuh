@@ -244,7 +244,7 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
         if (row < Traits::kHeadDim)
           cp_async_4(shared_address(shared.mean_values + row), params.mean_values + moments * Traits::kHeadDim + row);
         // There is room for the first tile of keys and of values at once, and for the others when the walk has ended. By
-        // boxes a warp tells itself that they have landed: that of one copy while the next is under way.
+        // boxes each warp reports that a copy has landed once it has asked for the next.
         uint64* landing = nullptr;
         if (Traits::kBringsOutputs && Rows::resumes(params)) barrier_wait(shared.outputs_read, nth & 1);
         const auto report = [&](uint64* next) {

@@ -10,8 +10,8 @@ namespace s2o {
 namespace sm90 {
 
 constexpr int kPart = 64;  // samples whose scores are found at a time: registers have no room for more
-// Float16: log2 of the largest factor by which weights are lifted to be packed, and the largest of those of a part over
-// those of the first.
+// Float16: log2 of the largest factor by which weights are lifted to be packed, and how many times the largest of the
+// first part one of a later part may weigh before all are lowered.
 constexpr float kMostLift = 100.f, kMostOver = 1024.f;
 
 // This warpgroup's queries, as wgmma has a in registers, in bfloat16 as covariances are.
@@ -138,17 +138,19 @@ __device__ __forceinline__ void weigh_part(const TailScores& scores, const float
     sample.lower[h] = 1.f;
     if (kFirst) {
       sums.base[h] = base;
-      sums.top[h] = size;
       if (!kLifts) continue;
       sample.lift[h] = exp2_approx(fminf(base - found[h] - size, kMostLift)) * (kTailSamples / 4);
     } else {
-      sums.top[h] = fmaxf(sums.top[h], size);
-      if (base > sums.base[h]) sample.lower[h] = sums.rebase(h, base);
-      if (!kLifts) continue;
+      const float lowered = base > sums.base[h] ? sums.rebase(h, base) : 1.f;
+      if (!kLifts) {
+        sample.lower[h] = lowered;
+        continue;
+      }
+      sample.lift[h] = __fdividef(sample.lift[h], lowered);  // packed weights keep their unit
       const float over = exp2_approx(size + found[h] - sums.base[h]) * sample.lift[h] * (4.f / kTailSamples);
       if (over > kMostOver) {
         sample.lift[h] = __fdividef(sample.lift[h], over);
-        sample.lower[h] = __fdividef(sample.lower[h], over);
+        sample.lower[h] = __fdividef(1.f, over);
       }
     }
   }
@@ -176,10 +178,11 @@ __device__ __forceinline__ void keep_even(Consumer<Traits>& my, Sample<Traits>& 
   for (int i = 0; i < spec::kTailEvidence / 2; ++i) even_sum(my, i) = sampled(my, sample)[i];
 }
 template <class Traits>
-__device__ __forceinline__ void lower_values(Consumer<Traits>& my, Sample<Traits>& sample) {
+__device__ __forceinline__ void lower_values(Consumer<Traits>& my, Sample<Traits>& sample, int part) {
   if (!__any_sync(kFullWarp, sample.lower[0] != 1.f || sample.lower[1] != 1.f)) return;
 #pragma unroll
   for (int i = 0; i < Traits::kDimTiles * 4; ++i) sampled(my, sample)[i] *= sample.lower[i / 2 % 2];
+  if (2 * part < sample.parts) return;
 #pragma unroll
   for (int i = 0; i < spec::kTailEvidence / 2; ++i) even_sum(my, i) *= sample.lower[i / 2 % 2];
 }
@@ -220,7 +223,7 @@ __device__ __forceinline__ void believe(Consumer<Traits>& my, Sample<Traits>& sa
         both = fmaf(a + b, a + b, both);
       }
     }
-    all_say.believed[h] *= agreement(SampleSums::of_quad(agreed), SampleSums::of_quad(both));
+    all_say.believed[h] *= SampleSums::agreement(SampleSums::of_quad(agreed), SampleSums::of_quad(both));
     // A value that is not finite makes sums of every row so. Then no row believes its samples.
 #pragma unroll
     for (int d = 0; d < Traits::kDimTiles; ++d)
@@ -313,7 +316,7 @@ __device__ __forceinline__ void add_unvisited(Consumer<Traits>& my, const TailAt
     finished(sampled(my, sample));
     if (part == 2) release_v(my);
     if (2 * part == sample.parts) keep_even(my, sample);
-    lower_values(my, sample);
+    lower_values(my, sample, part);
     pack_part(sample);
   }
   issue_values(my, sample, sample.parts - 1);

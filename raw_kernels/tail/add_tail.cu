@@ -299,8 +299,9 @@ struct TailTile : TailRows<Traits> {
       const float* mean = at.mean_values + d + lane % 4 * 8;
       Rows::add_to_outputs(d, before, [&](int j, int h, int e) {
         const float regressed = fmaf(found.tilt[h] * p.scale, x[j][2 * h + e], mean[2 * j + e]);
-        const float apart = sampled[j][2 * h + e] * per_sample[h] - regressed;
-        return samples_count ? fmaf(found.believed[h], apart, regressed) : regressed;
+        if (!samples_count) return regressed;
+        const float value = fmaf(found.believed[h], sampled[j][2 * h + e] * per_sample[h] - regressed, regressed);
+        return fabsf(value) < infinity() ? value : regressed;  // a sum of finite values may be none
       });
       __syncthreads();  // everybody has read what the next slice takes the place of
     }
@@ -329,7 +330,7 @@ struct TailTile : TailRows<Traits> {
           agreed = fmaf(a, b, agreed);
           both = fmaf(a + b, a + b, both);
         }
-      found.believed[h] *= agreement(SampleSums::of_quad(agreed), SampleSums::of_quad(both));
+      found.believed[h] *= SampleSums::agreement(SampleSums::of_quad(agreed), SampleSums::of_quad(both));
     }
   }
   __device__ __forceinline__ void to_bfloat16() {

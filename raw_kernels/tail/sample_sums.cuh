@@ -26,7 +26,7 @@ struct TailScores {
 struct SampleFindings {
   float mass[2];      // of all unvisited candidates, as a multiple of what the row has found
   float tilt[2];
-  float believed[2];  // of the samples' own values, as far as it follows from how the weight is spread
+  float believed[2];  // of the samples' own values, if both halves of them agree
   float weights[2], even[2];  // sums of them, and of those of even number
 };
 
@@ -53,6 +53,10 @@ struct SampleSums {
     return x + __shfl_xor_sync(kFullWarp, x, 2);
   }
   static __device__ __forceinline__ float within_one(float x) { return fminf(fmaxf(x, 0.f), 1.f); }
+  // How far two halves agree, by sums over elements of a b and of (a + b)^2; 0 where these are no numbers.
+  static __device__ __forceinline__ float agreement(float agreed, float both) {
+    return agreed > 0.f ? within_one(4.f * agreed / both) : 0.f;
+  }
   static __device__ __forceinline__ float of_largest(float x) {
     x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
     return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
@@ -154,7 +158,9 @@ struct SampleSums {
       y.mass[h] = mass;
       y.tilt[h] = tilt;
       const float learnt = fmaxf(1.f - __fdividef(carrying * 4.f, 3.f * samples), 0.f);
-      y.believed[h] = learnt * within_one(mass * spec::kTailTrifleParts - 1.f);
+      const float lighter = __fdividef(fminf(of_even, sum - of_even), sum);
+      y.believed[h] = learnt * within_one(mass * spec::kTailTrifleParts - 1.f) *
+                      within_one(lighter * spec::kTailHalfParts - 1.f);
       y.weights[h] = sum;
       y.even[h] = of_even;
     }

@@ -33,10 +33,4 @@ __device__ __forceinline__ int sample_place(int n, int samples, int left) {
   return static_cast<int>(samples == kTailSamples ? square / kMost : square / (kMost / 4));
 }
 
-// How far the samples' own values are to be believed, by how two halves of them agree: of sums over elements, which may be
-// no numbers.
-__device__ __forceinline__ float agreement(float agreed, float both) {
-  return agreed > 0.f ? SampleSums::within_one(__fdividef(4.f * agreed, both)) : 0.f;
-}
-
 }  // namespace s2o

@@ -186,7 +186,8 @@ class S2OConfig:
         0: never. The reference on the CPU ignores it.
     tail : {"none", "first_order"}, optional
         What the candidates count for that a tile of queries did not visit: "none" (the paper), nothing;
-        "first_order", as much as a sample of them says, at their mean value and what it changes by with the score.
+        "first_order", as much as a sample of them says, at their mean value and what it changes by with the score, and
+        at the sample's own values as far as its halves agree.
         Default: "first_order" with ``rank="query"`` and no error, else "none". What is sampled speaks for the rest only
         where the order has found what single queries look for.
     dense_last : int, optional

@@ -63,6 +63,7 @@ TAIL_FEW = 8192  # unvisited candidates: fewer of them have half as many samples
 TAIL_DOUBT = 4  # so many of them that share the weight evenly are believed by half
 TAIL_EVIDENCE = 32  # elements of values that tell how far the samples' are to be believed
 TAIL_TRIFLE = 1 / 64  # of what a row has found: up to where so much is added, values are those of a regression
+TAIL_HALF = 1 / 512  # of the samples' weight: up to where the lighter of two halves holds so much, it says nothing
 TAIL_REACH = 100  # log2 of how many times all that a row has found one of them may weigh
 MOMENT_KEYS = 2048  # keys between a power of two and the next that means and covariances are taken from, at most
 GRAIN_KEYS = 256  # at most, of which the numbers of keys that moments are taken of are multiples
@@ -87,6 +88,7 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kTailReach": TAIL_REACH,
     "kTailEvidence": TAIL_EVIDENCE,
     "kTailTrifleParts": round(1 / TAIL_TRIFLE),
+    "kTailHalfParts": round(1 / TAIL_HALF),
     "kOutlierShift": OUTLIER_SHIFT,
     "kBlockUnits": BLOCK_UNITS,
     "kSampledOfBlock": SAMPLED_OF_BLOCK,

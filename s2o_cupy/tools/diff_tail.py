@@ -61,6 +61,9 @@ def with_tail(
                 regressed = moments.mean_value + found.tilt[:, None] * (rows * scale @ moments.covariance.T)
                 values = tail.tail_values(found, vh[samples], regressed)
                 value_off += _values_off(found, values, np.abs(vh[samples]), relative, value_off, regressed)
+                # The mass has a factor `shared` = 1 - (x - 1) (2 - c); x is off by relative and c by a few of it, which
+                # counts more the smaller that is.
+                relative = np.where(found.shared < 1, relative * (1 + 10 / np.fmax(found.shared, 2.0**-10)), relative)
                 share = (mass - 1) / mass  # [M]
                 o[at], lse[at] = acc / mass[:, None], m + np.log(mass)
                 size = np.abs(o[at]) + np.abs(start[2]) + np.abs(moments.mean_value) + slope
@@ -92,5 +95,5 @@ def _values_off(
     off = 4 * (halves_off[0] * norm(odd) + halves_off[1] * norm(even)) + 2 * both * sum(halves_off)
     agreement_off = np.minimum(np.divide(off, both**2, where=both > 0, out=np.ones_like(both)), 1)
     apart = np.abs(np.nan_to_num(values.sampled - regressed))  # [M, D]
-    believed_off = values.most * agreement_off + 2 * relative
+    believed_off = values.most * agreement_off + np.where(values.most > 0, 8 * relative, 0)
     return believed_off[:, None] * apart + values.believed[:, None] * mean_off(found.weight, size)
