@@ -49,7 +49,9 @@ class TailWeights(NamedTuple):
     tilt: Array  # [M] how far the mean score moves with the weights, over the variance of scores
     weight: Array  # [M, samples], in some unit
     carrying: Array  # [M] how many of them carry the weight
-    shared: Array  # [M] 1, or less where one carries it alone and weighs much of what the row has found
+    alone: Array  # [M] above 0 where one carries it alone and weighs much of what the row has found, up to 1
+    largest: Array  # [M] what the largest weighs by itself, like mass
+    of_all: Array  # [M] mass if it speaks for others
 
 
 class TailValues(NamedTuple):
@@ -106,17 +108,20 @@ def tail_weights(t: Array, lse: Array, left: int, softcap: float) -> TailWeights
     total = weight.sum(axis=1)
     carrying = total * total / (weight * weight).sum(axis=1)  # samples
     believed = carrying / (carrying + TAIL_DOUBT)
-    # One that carries it alone and weighs much of what the row has found is no sample of others: a key put too late.
-    heavy = np.clip(np.exp(size.max(axis=1)) / TAIL_TRIFLE - 1, 0, 1)
-    shared = 1 - heavy * np.clip(2 - carrying, 0, 1)
-    mass = total * np.exp(above[:, 0]) * t.dtype.type(left) * believed * shared
+    # One that carries it alone and weighs much of what the row has found is no sample of others, but a key that comes
+    # too late: it counts for itself.
+    largest = np.exp(size.max(axis=1))
+    alone = np.clip(largest / TAIL_TRIFLE - 1, 0, 1) * np.clip(2 - carrying, 0, 1)
+    of_all = total * np.exp(above[:, 0]) * t.dtype.type(left) * believed
+    mass = np.where(alone > 0, (1 - alone) * of_all + alone * largest, of_all)
     mass = np.where(above[:, 0] * LOG2E > TAIL_REACH, 0, mass)
     off = t - (share * t).sum(axis=1, keepdims=True)
     variance = sample_variance(t)
     tilt = np.where(variance > 0, (weight * off).sum(axis=1) / (total * variance), 0)
     tilt = np.fmin(np.fmax(tilt, 0), 1)
     mass = np.where(np.isfinite(mass), mass, 0)
-    return TailWeights(mass.astype(t.dtype), tilt.astype(t.dtype), weight, carrying.astype(t.dtype), shared)
+    rows = (x.astype(t.dtype) for x in (mass, tilt, weight, carrying, alone, largest, of_all))
+    return TailWeights(*rows)
 
 
 @quiet
@@ -127,7 +132,7 @@ def tail_values(found: TailWeights, values: Array, regressed: Array) -> TailValu
     much of what is between them is no noise, samples of even and of odd number say by how far they agree: noise does
     not. Where nearly all samples carry the weight there is little to learn from it, and their mean is the noisier one.
     Rows to which hardly anything is to be added keep the regression, as do those in which one half has next to no
-    weight, and all where a value is not finite.
+    weight, and all where a value is not finite. A sample that counts for itself has its own value.
     """
 
     def mean(weight: Array, of: Array) -> Array:
@@ -143,9 +148,9 @@ def tail_values(found: TailWeights, values: Array, regressed: Array) -> TailValu
     most = most * np.fmin(np.fmax(found.mass / TAIL_TRIFLE - 1, 0), 1)
     halves = [found.weight[:, first::2].sum(axis=1) for first in (0, 1)]  # [M]
     most = most * np.clip(np.fmin(*halves) / (TAIL_HALF * sum(halves)) - 1, 0, 1)
+    believed = np.fmax(np.where(agreed > 0, 4 * agreed / both, 0) * most, found.alone)
     if not np.isfinite(values).all():
-        most = np.zeros_like(most)
-    believed = np.where(agreed > 0, 4 * agreed / both, 0) * most
+        most, believed = np.zeros_like(most), np.zeros_like(believed)
     sampled = np.where(np.isfinite(values), values, 0)
     sampled = mean(found.weight, sampled)
     moved = np.where(believed[:, None] > 0, believed[:, None] * (sampled - regressed), 0)

@@ -216,9 +216,9 @@ def test_errors_are_smaller_with_it(qkv, softcap, is_causal):
     assert error["first_order"] < 0.8 * error["none"]
 
 
-def sampled_values(weight, values, regressed, mass=1.0, carrying=0.0):
+def sampled_values(weight, values, regressed, mass=1.0, carrying=0.0, alone=0.0):
     """What `tail_values` makes of one row."""
-    row = [np.array([x], float) for x in (mass, 0.0, weight, carrying, 1.0)]
+    row = [np.array([x], float) for x in (mass, 0.0, weight, carrying, alone, 0.0, mass)]
     return tail.tail_values(tail.TailWeights(*row), values, regressed[None])
 
 
@@ -263,15 +263,23 @@ def test_a_sample_that_is_no_number_leaves_the_regression(rng, value):
     np.testing.assert_array_equal(found.value[0], regressed)
 
 
-@pytest.mark.parametrize(("weighs", "alone", "counts"), [
-    (TAIL_TRIFLE, True, 1.0), (1.5 * TAIL_TRIFLE, True, 0.5), (2 * TAIL_TRIFLE, True, 0.0), (1.0, True, 0.0),
-    (1.0, False, 1.0),
+@pytest.mark.parametrize(("weighs", "alone"), [
+    (TAIL_TRIFLE, 0.0), (1.5 * TAIL_TRIFLE, 0.5), (2 * TAIL_TRIFLE, 1.0), (1.0, 1.0), (1e6, 1.0),
 ])  # fmt: skip
-def test_one_sample_that_weighs_much_speaks_for_no_others(weighs, alone, counts):
-    """Where it carries the weight alone; the mass is else what its share makes of it, and TAIL_DOUBT of one."""
-    t = np.where(np.arange(TAIL_SAMPLES) == 100, 0, -1000.0 if alone else -0.1)[None]
+def test_one_sample_that_weighs_much_counts_for_itself(rng, weighs, alone):
+    """Where it carries the weight alone. It weighs what its key does, and has its value; else its share speaks for
+    others, TAIL_DOUBT of one."""
+    t = np.where(np.arange(TAIL_SAMPLES) == 100, 0, -1000.0)[None]
     found = tail.tail_weights(t, np.array([-np.log(weighs)]), 9000, 0.0)
-    assert found.shared == pytest.approx(counts)
-    if alone:
-        share = 201 / TAIL_SAMPLES**2
-        assert found.mass == pytest.approx(9000 * share * weighs * counts / (1 + TAIL_DOUBT))
+    assert found.alone == pytest.approx(alone)
+    of_all = 9000 * 201 / TAIL_SAMPLES**2 * weighs / (1 + TAIL_DOUBT)
+    assert found.mass == pytest.approx((1 - alone) * of_all + alone * weighs)
+    regressed, values = halves(rng, 0.0)
+    row = sampled_values(found.weight[0], values, regressed, alone=alone)
+    np.testing.assert_allclose(row.value[0], regressed + alone * (values[100] - regressed))
+
+
+def test_samples_that_share_the_weight_speak_for_others():
+    t = np.where(np.arange(TAIL_SAMPLES) == 100, 0, -0.1)[None]
+    found = tail.tail_weights(t, np.zeros(1), 9000, 0.0)
+    assert found.alone == 0 and found.mass == pytest.approx(9000, rel=0.12)

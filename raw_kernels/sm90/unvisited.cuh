@@ -224,6 +224,7 @@ __device__ __forceinline__ void believe(Consumer<Traits>& my, Sample<Traits>& sa
       }
     }
     all_say.believed[h] *= SampleSums::agreement(SampleSums::of_quad(agreed), SampleSums::of_quad(both));
+    all_say.believed[h] = fmaxf(all_say.believed[h], all_say.alone[h]);
     // A value that is not finite makes sums of every row so. Then no row believes its samples.
 #pragma unroll
     for (int d = 0; d < Traits::kDimTiles; ++d)

@@ -275,7 +275,8 @@ struct TailTile : TailRows<Traits> {
     if (!moments_are_finite<kHeadDim>(at.mean_values)) found.mass[0] = found.mass[1] = 0.f;
     if (!__syncthreads_or(found.mass[0] > 0.f || found.mass[1] > 0.f)) return;  // and everybody has read the samples
     to_bfloat16();
-    bool samples_count = __syncthreads_or(found.believed[0] > 0.f || found.believed[1] > 0.f);
+    bool samples_count = __syncthreads_or(fmaxf(found.believed[0], found.alone[0]) > 0.f ||
+                                          fmaxf(found.believed[1], found.alone[1]) > 0.f);
     if (samples_count) samples_count = __syncthreads_and(values_are_finite());
     if (samples_count) {
       load_slices(0, true);
@@ -331,6 +332,7 @@ struct TailTile : TailRows<Traits> {
           both = fmaf(a + b, a + b, both);
         }
       found.believed[h] *= SampleSums::agreement(SampleSums::of_quad(agreed), SampleSums::of_quad(both));
+      found.believed[h] = fmaxf(found.believed[h], found.alone[h]);
     }
   }
   __device__ __forceinline__ void to_bfloat16() {

@@ -27,6 +27,7 @@ struct SampleFindings {
   float mass[2];      // of all unvisited candidates, as a multiple of what the row has found
   float tilt[2];
   float believed[2];  // of the samples' own values, if both halves of them agree
+  float alone[2];     // of them at least: one that carries the weight alone counts for itself
   float weights[2], even[2];  // sums of them, and of those of even number
 };
 
@@ -149,9 +150,11 @@ struct SampleSums {
       const float carrying = __fdividef(sum * sum, of_quad(squares[h]));  // samples, by how evenly weights are spread
       const float above = base[h] - found[h];  // of the largest sample, where weights were too large; else 0
       float mass = __fdividef(sum * exp2_approx(above) * left * carrying, carrying + spec::kTailDoubt);
-      // One that carries it alone and weighs much of what the row has found is no sample of others.
-      const float heavy = within_one(exp2_approx(of_largest(top[h]) + above) * spec::kTailTrifleParts - 1.f);
-      mass *= 1.f - heavy * within_one(2.f - carrying);
+      // One that carries it alone and weighs much of what the row has found is no sample of others, but a key that comes
+      // too late: it counts for itself.
+      const float largest = exp2_approx(of_largest(top[h]) + above);
+      y.alone[h] = within_one(largest * spec::kTailTrifleParts - 1.f) * within_one(2.f - carrying);
+      if (y.alone[h] > 0.f) mass = fmaf(y.alone[h], largest, (1.f - y.alone[h]) * mass);
       const float tilt = spread > 0.f ? fminf(fmaxf(__fdividef(moved, scale * spread), 0.f), 1.f) : 0.f;
       const bool is_near = fabsf(found[h]) < infinity() && above <= spec::kTailReach;
       if (!is_near || !(mass < infinity()) || !(tilt <= 1.f)) mass = 0.f;

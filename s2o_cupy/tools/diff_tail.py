@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..problem import Problem
-from ..spec import S2OConfig
+from ..spec import TAIL_TRIFLE, S2OConfig
 from .diff_stages import GpuStages
 
 __all__ = ["with_tail"]
@@ -61,9 +61,8 @@ def with_tail(
                 regressed = moments.mean_value + found.tilt[:, None] * (rows * scale @ moments.covariance.T)
                 values = tail.tail_values(found, vh[samples], regressed)
                 value_off += _values_off(found, values, np.abs(vh[samples]), relative, value_off, regressed)
-                # The mass has a factor `shared` = 1 - (x - 1) (2 - c); x is off by relative and c by a few of it, which
-                # counts more the smaller that is.
-                relative = np.where(found.shared < 1, relative * (1 + 10 / np.fmax(found.shared, 2.0**-10)), relative)
+                of_both = (found.of_all + found.largest) / np.where(found.mass > 0, found.mass, 1)
+                relative = relative + _alone_off(found, relative) * of_both
                 share = (mass - 1) / mass  # [M]
                 o[at], lse[at] = acc / mass[:, None], m + np.log(mass)
                 size = np.abs(o[at]) + np.abs(start[2]) + np.abs(moments.mean_value) + slope
@@ -72,6 +71,12 @@ def with_tail(
                 allowed_o[at] = unit * np.abs(o[at]) + start_off + tail_off
                 allowed_lse[at] = share * relative
     return o, lse, allowed_o, allowed_lse
+
+
+def _alone_off(found: Any, relative: Array) -> Array:
+    """What `alone` = (64 x - 1) (2 - c) may be off by [M]: x by ``relative``, and c by four times that."""
+    is_near = (found.largest > 0.98 * TAIL_TRIFLE) & (found.carrying < 2.02)
+    return np.where(is_near, np.minimum(12 * relative, 1), 0)
 
 
 def _values_off(
@@ -96,4 +101,5 @@ def _values_off(
     agreement_off = np.minimum(np.divide(off, both**2, where=both > 0, out=np.ones_like(both)), 1)
     apart = np.abs(np.nan_to_num(values.sampled - regressed))  # [M, D]
     believed_off = values.most * agreement_off + np.where(values.most > 0, 8 * relative, 0)
+    believed_off = believed_off + _alone_off(found, relative)
     return believed_off[:, None] * apart + values.believed[:, None] * mean_off(found.weight, size)
