@@ -19,7 +19,8 @@ from s2o_cupy.tools.diffing import DiffReport, capture, compare
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 NAN, INF = float("nan"), float("inf")
 UNKNOWN = 8200, 8600  # keys of 9,000 that no moments are taken from; samples meet some
-HEAVIER = {"12 bits heavier": 12, "50 bits heavier": 50}  # arrange: by so many bits some late ones of these are
+HEAVIER = {"12 bits heavier": 12, "50 bits heavier": 50}  # arrange: by so many bits some late ones of these are,
+FEW_HEAVIER = {"32 keys 20 bits heavier": 20}  # or two runs, of which samples may meet one key
 # A configuration for each path with several segments in short sequences.
 PATHS = {
     "portable": S2OConfig(segment=256, tau=0.05, block_m=64, block_n=64, path="portable", dense_up_to=0),
@@ -78,9 +79,12 @@ class Case:
         importance = rng.standard_normal((p.batch, p.kv_heads, -(-p.seqlen_k // 16), 1))
         k += direction * importance.repeat(16, axis=2)[:, :, : p.seqlen_k]
         q += direction
-        if self.arrange in HEAVIER:  # to every other query, and behind others in the order of their mean
-            at = np.sqrt(HEAVIER[self.arrange] * np.log(2) / p.scale)
+        bits = (HEAVIER | FEW_HEAVIER).get(self.arrange)
+        if bits:  # to every other query, and behind others in the order of their mean
+            at = np.sqrt(bits * np.log(2) / p.scale)
             q[..., 0] = np.where(np.arange(p.seqlen_q) % 2, at, -at)
+            k[..., 8400:8432, 0] = at
+        if self.arrange in HEAVIER:
             first, early = np.quantile(importance, (0.85, 0.6))
             of_keys, unknown = importance.repeat(16, axis=2)[:, :, : p.seqlen_k, 0], slice(*UNKNOWN)
             k[..., 0] = 0.6 * at * ((of_keys < first) & (np.arange(p.seqlen_k) < p.seqlen_k - p.seqlen_q))
@@ -115,6 +119,11 @@ CASES: dict[str, Case] = {
 }
 _KEYS: dict[str, Any] = {"options": {"unit": 1}}  # in order one by one
 _ROUNDS: dict[str, Any] = {"options": {"unit": 1, "workspace_bytes": 1 << 20}}
+_LATE: tuple[tuple[str, int, dict[str, Any]], ...] = (  # rank, unit, and more: what comes late, if it comes
+    ("weight", 8, {}),
+    ("weight", 8, {"poison": ("v", UNKNOWN, NAN)}),
+    *(("mean", 1, {"arrange": arrange}) for arrange in HEAVIER | FEW_HEAVIER),
+)
 _CHANGES: tuple[dict[str, Any], ...] = (
     # Lengths around tiles and segments.
     {"seqlen_q": 1},
@@ -241,9 +250,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     *(
         {"options": {"rank": rank, "tail": "first_order", "unit": unit}, "squares": True, "tau": 1000.0,
          "seqlen_q": 300, "seqlen_k": 9000, "segment": 128, "head_dim": 128, "scale": 0.053, "dtype": dtype, **more}
-        for dtype in ("bfloat16", "float16") for rank, unit, more in (
-            ("weight", 8, {}), ("weight", 8, {"poison": ("v", UNKNOWN, NAN)}),
-            ("mean", 1, {"arrange": "12 bits heavier"}), ("mean", 1, {"arrange": "50 bits heavier"}))
+        for dtype in ("bfloat16", "float16") for rank, unit, more in _LATE
     ),
     # Each query by itself: two groups of keys, four or eight, segments of up to 128 queries and longer, short last
     # ones, more blocks of units than one, and without causality units between them on three sides.
@@ -385,7 +392,7 @@ def place(x: Any, arrange: str) -> Any:
     import cupy
 
     b, h, s, d = x.shape
-    if arrange == "contiguous" or arrange in HEAVIER:
+    if arrange == "contiguous" or arrange in HEAVIER | FEW_HEAVIER:
         return x
     if arrange == "one element in":
         view = cupy.zeros(x.size + 1, x.dtype)[1:].reshape(x.shape)

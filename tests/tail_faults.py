@@ -20,6 +20,7 @@ HOPPER_SQUARES = replace(SQUARES, head_dim=128, scale=0.053, block_m=128, block_
 BOXES_TAIL = replace(HOPPER_TAIL, segment=128, options={**OPTIONS, "unit": 8, "rank": "weight"})
 BOXES_SQUARES = replace(HOPPER_SQUARES, segment=128, options={"rank": "weight", "tail": "first_order", "unit": 8})
 LATE = replace(HOPPER_SQUARES, segment=128, arrange="50 bits heavier")
+FEW = replace(HOPPER_SQUARES, segment=128, arrange="32 keys 20 bits heavier")
 NAN_SAMPLES = replace(HOPPER_SQUARES, segment=128, poison=("v", UNKNOWN, NAN))
 
 TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
@@ -146,6 +147,16 @@ TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
             ("packed weights change their unit", "tail output", "__fdividef(sample.lift[h], lowered)",
              "sample.lift[h] + 0.f * lowered"),
         ),
+    ),
+    *(
+        (function, case, (
+            ("one that is alone speaks for others", stage, "fmaf(y.alone[h], largest, (1.f - y.alone[h]) * mass)",
+             "mass"),
+            ("one that is alone has not its own value", "tail output", f"fmaxf({name}.believed[h], {name}.alone[h])",
+             f"{name}.believed[h]"),
+        ))
+        for function, case, name, stage in (
+            ("pass2_tail_sm90", FEW, "all_say", "tail output"), ("add_tail", FEW, "found", "tail lse"))
     ),
     (
         "pass2_tail_sm90", NAN_SAMPLES,
