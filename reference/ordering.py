@@ -23,6 +23,7 @@ from ..spec import (
     LOG2E,
     MAX_SEGMENT,
     MOST_EXCESS,
+    NEAR_KEYS,
     ORDER_HEAD,
     OUTLIER_SHIFT,
     SAMPLED_KEYS,
@@ -345,7 +346,8 @@ def query_weights(
 ) -> Array:
     """log2 of the largest part of its softmax mass that a single query of segment ``n`` gives a group of a unit's keys.
 
-    Takes the arrays of :func:`query_norms` and :func:`unit_clusters`. NaN wins.
+    Takes the arrays of :func:`query_norms` and :func:`unit_clusters`. NaN wins. Causal, units of the last NEAR_KEYS keys
+    before the segment have infinity: what its first rows find there their neighbours find among the segment's own keys.
 
     Returns float32 [B, H, W], units in ascending position.
     """
@@ -358,6 +360,8 @@ def query_weights(
         scores = rows @ keys[:, :, None, units, c].swapaxes(-1, -2) * (scale * LOG2E)  # [B, Hkv, G, rows, W]
         scores = scores + np.log2(shares[:, :, None, None, units, c])
         weights = np.maximum(weights, (scores - norms).max(axis=-2))
+    if geometry.is_causal:
+        weights[..., max(0, len(units) - -(-NEAR_KEYS // geometry.unit)) :] = np.inf
     return weights.reshape(batch, heads, len(units)).astype(np.float32)  # [B, H, W]
 
 

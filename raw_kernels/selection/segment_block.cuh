@@ -5,6 +5,11 @@
 
 namespace s2o {
 
+// Whether a unit is of the last kNearKeys keys before a causal segment: these come first in its order.
+__device__ __forceinline__ bool is_near(const Geometry& g, int segment, int unit) {
+  return g.is_causal && unit >= g.ranked(segment) - ((spec::kNearKeys - 1 >> g.unit_shift) + 1);
+}
+
 template <int kSegments, int kHeadDim, int kUnitKeys = 2>
 struct SegmentBlock {
   const RankKeysParams& p;
