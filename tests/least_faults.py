@@ -69,7 +69,7 @@ LEAST_FAULTS: list[tuple[str | tuple[str, ...], Case, Rows]] = [
         "pass2", LONG_ROW,
         (
             ("as few tiles in a row end it however many keys there are", "stop",
-             "max(spec::kPatience, keys / (spec::kPatienceParts * of_check))", "spec::kPatience"),
+             "max(least, keys / (spec::kPatienceParts * of_check))", "least"),
         ),
     ),
     (

@@ -57,7 +57,7 @@ def test_equal_keys_need_no_visit(rng):
     q, k, v = (rng.standard_normal((1, 2, 300, 8)) for _ in range(3))
     k[:] = k[:, :, :1]
     v[:] = v[:, :, :1]
-    config = S2OConfig(segment=100, tau=1e9, block_m=50, block_n=16, unit=4, tail="first_order")
+    config = S2OConfig(segment=100, tau=1e9, block_m=50, block_n=16, unit=4, tail="first_order", rank="weight")
     found, (o, lse) = s2o.s2o(q, k, v, config), dense_attention(q, k, v, is_causal=True)
     assert (found.visited[:, :, 1:] == 1).all()
     # A handful of operations in float64 on numbers of the result's size.

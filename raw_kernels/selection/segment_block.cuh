@@ -5,9 +5,10 @@
 
 namespace s2o {
 
-// Whether a unit is of the last kNearKeys keys before a causal segment: these come first in its order.
-__device__ __forceinline__ bool is_near(const Geometry& g, int segment, int unit) {
-  return g.is_causal && unit >= g.ranked(segment) - ((spec::kNearKeys - 1 >> g.unit_shift) + 1);
+// Whether a unit has a key of the last kNearKeys before a causal segment: where q tiles have least keys, these come first.
+__device__ __forceinline__ bool is_near(const RankKeysParams& p, int segment, int unit) {
+  const int keys = p.geometry.query_begin(segment) + p.geometry.offset() - spec::kNearKeys;  // before them
+  return p.geometry.is_causal && p.least_keys && unit >= max(0, keys) >> p.geometry.unit_shift;
 }
 
 template <int kSegments, int kHeadDim, int kUnitKeys = 2>

@@ -48,10 +48,10 @@ CENTRE_PART = 16  # keys are scaled as if one of the first were at least such a 
 KEY_EXPONENT, QUERY_EXPONENT, MOST_EXPONENT = 4, 7, 9
 DEFAULT_TAU = 0.02  # of segments with up to LONG_FROM candidates
 DEFAULT_TAU_WITH_TAIL = 0.1  # the same with rank="query", where the tail counts what is left
-NEAR_KEYS = 64  # right before a segment: with rank="query" they come first, as its first rows' neighbours
 LEAST_PART = 0.5  # of tau, likewise: a q tile waits for keys that weigh so much of any of its segment's queries
-# It waits no longer after PATIENCE key tiles in a row that add too little, or as many as a PATIENCE_PARTS-th of its
-# keys fills if that is more: what keys weigh is an estimate.
+NEAR_KEYS = 64  # right before a segment, likewise: they come first in its order and q tiles wait for them
+# A q tile waits no longer after PATIENCE key tiles in a row that add too little, and as many as NEAR_KEYS fill, or as
+# many as a PATIENCE_PARTS-th of its keys fills if that is more: what keys weigh is an estimate.
 PATIENCE, PATIENCE_PARTS = 4, 16
 LONG_FROM = 1 << 15
 # How an error finds its taus (reference.error_taus is the definition).
