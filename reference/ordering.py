@@ -3,7 +3,7 @@
     pooled_queries -> key_scores -> log_weights -> order_keys        Algorithm 1 (ii)
     pooled_queries, unit_keys -> unit_weights -> order_keys         the same with rank="weight"
     unit_clusters, query_norms -> query_weights -> order_keys       the same with rank="query"
-    near_first                                                       of a query's scores, where q tiles have least keys
+    near_first                                                       of a query's scores, where the rest is sampled
     least_keys                                                       of the order, which q tiles do not stop before
     query_order                                                      Algorithm 1 (i)
 
@@ -24,7 +24,6 @@ from ..spec import (
     LOG2E,
     MAX_SEGMENT,
     MOST_EXCESS,
-    NEAR_KEYS,
     ORDER_HEAD,
     OUTLIER_SHIFT,
     SAMPLED_KEYS,
@@ -365,17 +364,17 @@ def query_weights(
 
 
 def near_first(scores: Array, n: int, geometry: Geometry, config: S2OConfig) -> Array:
-    """Segment ``n``'s scores [B, H, W] with infinity for units of the last NEAR_KEYS keys before it, so that they come
+    """Segment ``n``'s scores [B, H, W] with infinity for units of the last keys before it, so that they come
     first and q tiles wait for them: what its first queries look for there, their neighbours find among the segment's
-    own keys. Only causal, and with ``config.has_least_keys``.
+    own keys. Only causal, and as many as ``config.near_keys``.
 
     Source: not in the paper.
 
     Returns [B, H, W], a copy.
     """
     scores = scores.copy()
-    if geometry.is_causal and config.has_least_keys:
-        keys = geometry.queries(n)[0] + geometry.offset - NEAR_KEYS  # that no unit of them ends in
+    if geometry.is_causal and config.near_keys:
+        keys = geometry.queries(n)[0] + geometry.offset - config.near_keys  # before them
         scores[..., max(0, keys // geometry.unit) :] = np.inf
     return scores
 

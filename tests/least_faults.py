@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpu_cases import Case
-from query_faults import QUERY, Rows
+from query_faults import QUERY_AROUND, Rows
 
 PASS2 = "pass2_sm90", "pass2_tail_sm90"  # with a tail diff runs both
 BY_HEAD = (0.01, 0.5, 0.0, 0.1)  # of four heads
@@ -88,8 +88,8 @@ LEAST_FAULTS: list[tuple[str | tuple[str, ...], Case, Rows]] = [
         ),
     ),
     (
-        "query_weights", QUERY,
-        (("keys are near where no tile waits", "key scores", "p.geometry.is_causal && p.least_keys", "true"),),
+        "query_weights", QUERY_AROUND,
+        (("keys are near where none is to be", "key scores", "return p.near_keys && ", "return "),),
     ),
     (
         "query_weights_int8", BYTES_LEAST,
