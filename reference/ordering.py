@@ -3,7 +3,8 @@
     pooled_queries -> key_scores -> log_weights -> order_keys        Algorithm 1 (ii)
     pooled_queries, unit_keys -> unit_weights -> order_keys         the same with rank="weight"
     unit_clusters, query_norms -> query_weights -> order_keys       the same with rank="query"
-    least_keys                                                       of that order, which q tiles do not stop before
+    near_first                                                       of a query's scores, where the rest is sampled
+    least_keys                                                       of the order, which q tiles do not stop before
     query_order                                                      Algorithm 1 (i)
 
 Shapes are those of `reference.s2o`. U is the number of whole units of keys, W of those among a segment's candidates.
@@ -41,6 +42,7 @@ __all__ = [
     "KeyOrder",
     "leading_bits",
     "least_keys",
+    "near_first",
     "ordered_units",
     "outlier_distances",
     "pooled_queries",
@@ -361,6 +363,22 @@ def query_weights(
     return weights.reshape(batch, heads, len(units)).astype(np.float32)  # [B, H, W]
 
 
+def near_first(scores: Array, n: int, geometry: Geometry, config: S2OConfig) -> Array:
+    """Segment ``n``'s scores [B, H, W] with infinity for units of the last keys before it, so that they come
+    first and q tiles wait for them: what its first queries look for there, their neighbours find among the segment's
+    own keys. Only causal, and as many as ``config.near_keys``.
+
+    Source: not in the paper.
+
+    Returns [B, H, W], a copy.
+    """
+    scores = scores.copy()
+    if geometry.is_causal and config.near_keys:
+        keys = geometry.queries(n)[0] + geometry.offset - config.near_keys  # before them
+        scores[..., max(0, keys // geometry.unit) :] = np.inf
+    return scores
+
+
 def ordered_units(scores: Array, n: int, geometry: Geometry, config: S2OConfig) -> Array:
     """Segment ``n``'s units by their float16 scores [B, H, W], most important first: int32 [B, H, W].
 
@@ -432,7 +450,8 @@ def segment_scores(
     found = []
     for n in range(geometry.segments):
         if config.rank == "query":
-            found.append(query_weights(q, norms, of_units.keys, of_units.shares, n, geometry, scale))
+            weights = query_weights(q, norms, of_units.keys, of_units.shares, n, geometry, scale)
+            found.append(near_first(weights, n, geometry, config))
         elif config.rank == "weight":
             found.append(unit_weights(pooled, counts, keys, n, geometry, scale))
         elif config.rank in OF_KEYS:

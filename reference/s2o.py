@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..spec import PATIENCE, PATIENCE_PARTS, Geometry, S2OConfig
+from ..spec import NEAR_KEYS, PATIENCE, PATIENCE_PARTS, Geometry, S2OConfig
 from .dense import Array, capped, check_shapes, compute_dtype, quiet, visible_keys, weighted_sum
 from .ordering import (
     KeyOrder,
@@ -29,6 +29,7 @@ from .ordering import (
     key_scores,
     leading_bits,
     least_keys,
+    near_first,
     ordered_units,
     pooled_queries,
     query_order,
@@ -49,6 +50,7 @@ __all__ = [
     "key_scores",
     "leading_bits",
     "least_keys",
+    "near_first",
     "ordered_units",
     "pass1",
     "pass2",
@@ -136,12 +138,12 @@ def visit(
     """A q tile's ``rows`` [M, D] in the state ``start`` (m [M], mass [M], acc [M, D]) see ``keys`` [C], positions in k
     and v [Lk, D], block_n at a time, until a key tile adds too little (:func:`pass2`) or ``visited`` are done.
 
-    ``least``: keys before which only PATIENCE key tiles in a row that add too little end the visit, or as many as a
-    PATIENCE_PARTS-th of all keys fills if that is more. ``step`` is what a key tile does. Returns the state and the
-    number of key tiles visited.
+    ``least``: keys before which only PATIENCE key tiles in a row that add too little end the visit, after as many as
+    NEAR_KEYS fill, or as many as a PATIENCE_PARTS-th of all keys fills if that is more. ``step`` is what a key tile
+    does. Returns the state and the number of key tiles visited.
     """
     m, mass, acc = start
-    in_a_row, patience = 0, max(PATIENCE, len(keys) // (PATIENCE_PARTS * block_n))
+    in_a_row, patience = 0, max(PATIENCE + NEAR_KEYS // block_n, len(keys) // (PATIENCE_PARTS * block_n))
     tiles = -(-len(keys) // block_n)
     deciding, end = visited is None, tiles if visited is None else min(visited, tiles)
     j = 0
@@ -222,7 +224,7 @@ def pass2(
             )  # fmt: skip
             rest = keys[j * block_n :]
             if len(rest) > 0 and config.adds_tail:
-                m, mass, acc = add_tail(rows, (m, mass, acc), rest, kh, moments[b, h // group], scale, softcap)
+                m, mass, acc = add_tail(rows, (m, mass, acc), rest, kh, vh, moments[b, h // group], scale, softcap)
             state.m[at], state.l[at], state.acc[at] = m, mass, acc
             taken[b, h, n, tile] = j
         if progress is not None:

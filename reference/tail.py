@@ -1,4 +1,5 @@
-"""What candidates that a q tile did not visit count for: their mass by a sample, their values to first order."""
+"""What candidates that a q tile did not visit count for: their mass by a sample, their values to first order or, as far
+as halves of the sample agree, by the sample."""
 
 from __future__ import annotations
 
@@ -7,10 +8,31 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..spec import LOG2E, TAIL_DOUBT, TAIL_REACH, TAIL_SAMPLES, moment_keys, moment_place, moment_samples
+from ..spec import (
+    LOG2E,
+    TAIL_DOUBT,
+    TAIL_EVIDENCE,
+    TAIL_HALF,
+    TAIL_REACH,
+    TAIL_TRIFLE,
+    moment_keys,
+    moment_place,
+    moment_samples,
+    tail_samples,
+)
 from .dense import Array, capped, quiet
 
-__all__ = ["Moments", "add_tail", "key_moments", "sample_places", "sample_variance", "tail_weights"]
+__all__ = [
+    "Moments",
+    "TailValues",
+    "TailWeights",
+    "add_tail",
+    "key_moments",
+    "sample_places",
+    "sample_variance",
+    "tail_values",
+    "tail_weights",
+]
 
 
 class Moments(NamedTuple):
@@ -18,6 +40,29 @@ class Moments(NamedTuple):
 
     mean_value: Array  # [D]
     covariance: Array  # [D of values, D of keys]
+
+
+class TailWeights(NamedTuple):
+    """Of M rows, what their samples say."""
+
+    mass: Array  # [M] of all unvisited candidates, as a multiple of what the row has found
+    tilt: Array  # [M] how far the mean score moves with the weights, over the variance of scores
+    weight: Array  # [M, samples], in some unit
+    carrying: Array  # [M] how many of them carry the weight
+    alone: Array  # [M] above 0 where one carries it alone and weighs much of what the row has found, up to 1
+    largest: Array  # [M] what the largest weighs by itself, like mass
+    of_all: Array  # [M] mass if it speaks for others
+
+
+class TailValues(NamedTuple):
+    """Of M rows, what their unvisited values are."""
+
+    value: Array  # [M, D]
+    sampled: Array  # [M, D] the samples' own by their weights
+    believed: Array  # [M] how far a value goes from the regression's to that
+    most: Array  # [M] how far it would if both halves of the samples agreed
+    # [M, TAIL_EVIDENCE] each: what samples of even and of odd number say beyond the regression.
+    halves: tuple[Array, Array]
 
 
 @quiet
@@ -42,63 +87,107 @@ def _moment_places(keys: int) -> tuple[Array, Array]:
 
 def sample_places(left: int) -> Array:
     """Which of ``left`` unvisited candidates, in their order, are sampled: denser where they come early, as weights
-    fall along the order. int64 [TAIL_SAMPLES]; number i stands for (2 i + 1) / TAIL_SAMPLES**2 of them all."""
-    odd = 2 * np.arange(TAIL_SAMPLES, dtype=np.int64) + 1
-    return odd * odd * left // (4 * TAIL_SAMPLES**2)
+    fall along the order. int64 [samples]; number i of n stands for (2 i + 1) / n**2 of them all."""
+    n = tail_samples(left)
+    odd = 2 * np.arange(n, dtype=np.int64) + 1
+    return odd * odd * left // (4 * n**2)
 
 
 @quiet
-def tail_weights(t: Array, lse: Array, left: int, softcap: float) -> tuple[Array, Array]:
-    """Mass [M], as a multiple of what rows with ``lse`` [M] have found, and tilt [M], from the uncapped scores t
-    [M, TAIL_SAMPLES] of the samples.
+def tail_weights(t: Array, lse: Array, left: int, softcap: float) -> TailWeights:
+    """Of rows with ``lse`` [M], from the uncapped scores t [M, samples].
 
     The mass is the sum of exp(score) that the samples stand for, less of it the fewer of them carry it: a sample that
     outweighs the others may be alone in its kind. The tilt says how far the mean of t moves with these weights, over
     the variance of t: 1 if t is spread like a normal distribution, and kept within [0, 1]. Mass is 0 where something
     is not finite, and where a sample weighs more than 2 ** TAIL_REACH times all that the row has found.
     """
-    share, size = _shares(t), capped(t, softcap) - lse[:, None]  # [TAIL_SAMPLES], [M, TAIL_SAMPLES]
+    share, size = _shares(t), capped(t, softcap) - lse[:, None]  # [samples], [M, samples]
     above = np.fmax(size.max(axis=1, keepdims=True), 0)  # [M, 1], the unit of weights: squares are finite
-    weight = share * np.exp(size - above)  # [M, TAIL_SAMPLES]
+    weight = share * np.exp(size - above)  # [M, samples]
     total = weight.sum(axis=1)
     carrying = total * total / (weight * weight).sum(axis=1)  # samples
-    mass = total * np.exp(above[:, 0]) * t.dtype.type(left) * carrying / (carrying + TAIL_DOUBT)
+    believed = carrying / (carrying + TAIL_DOUBT)
+    # One that carries it alone and weighs much of what the row has found is no sample of others, but a key that comes
+    # too late: it counts for itself.
+    largest = np.exp(size.max(axis=1))
+    alone = np.clip(largest / TAIL_TRIFLE - 1, 0, 1) * np.clip(2 - carrying, 0, 1)
+    of_all = total * np.exp(above[:, 0]) * t.dtype.type(left) * believed
+    mass = np.where(alone > 0, (1 - alone) * of_all + alone * largest, of_all)
     mass = np.where(above[:, 0] * LOG2E > TAIL_REACH, 0, mass)
     off = t - (share * t).sum(axis=1, keepdims=True)
     variance = sample_variance(t)
     tilt = np.where(variance > 0, (weight * off).sum(axis=1) / (total * variance), 0)
     tilt = np.fmin(np.fmax(tilt, 0), 1)
-    return np.where(np.isfinite(mass), mass, 0).astype(t.dtype), tilt.astype(t.dtype)
+    mass = np.where(np.isfinite(mass), mass, 0)
+    rows = (x.astype(t.dtype) for x in (mass, tilt, weight, carrying, alone, largest, of_all))
+    return TailWeights(*rows)
+
+
+@quiet
+def tail_values(found: TailWeights, values: Array, regressed: Array) -> TailValues:
+    """Of the samples' ``values`` [samples, D] and, from the regression, ``regressed`` [M, D].
+
+    The weighted mean of the samples' values is right but for noise, the regression has hardly any and may be wrong. How
+    much of what is between them is no noise, samples of even and of odd number say by how far they agree: noise does
+    not. Where nearly all samples carry the weight there is little to learn from it, and their mean is the noisier one.
+    Rows to which hardly anything is to be added keep the regression, as do those in which one half has next to no
+    weight, and all where a value is not finite. A sample that counts for itself has its own value.
+    """
+
+    def mean(weight: Array, of: Array) -> Array:
+        return (weight @ of) / weight.sum(axis=1, keepdims=True)
+
+    even, odd = (
+        mean(found.weight[:, first::2], values[first::2, :TAIL_EVIDENCE]) - regressed[:, :TAIL_EVIDENCE]
+        for first in (0, 1)
+    )
+    agreed, both = (even * odd).sum(axis=1), ((even + odd) ** 2).sum(axis=1)  # [M]
+    # Nothing where all scores are equal: three quarters of the samples carry the weight then. Nor if little is added.
+    most = np.fmax(1 - found.carrying / (0.75 * len(values)), 0)
+    most = most * np.fmin(np.fmax(found.mass / TAIL_TRIFLE - 1, 0), 1)
+    halves = [found.weight[:, first::2].sum(axis=1) for first in (0, 1)]  # [M]
+    most = most * np.clip(np.fmin(*halves) / (TAIL_HALF * sum(halves)) - 1, 0, 1)
+    believed = np.fmax(np.where(agreed > 0, 4 * agreed / both, 0) * most, found.alone)
+    if not np.isfinite(values).all():
+        most, believed = np.zeros_like(most), np.zeros_like(believed)
+    sampled = np.where(np.isfinite(values), values, 0)
+    sampled = mean(found.weight, sampled)
+    moved = np.where(believed[:, None] > 0, believed[:, None] * (sampled - regressed), 0)
+    return TailValues((regressed + moved).astype(regressed.dtype), sampled, believed, most, (even, odd))
 
 
 def sample_variance(t: Array) -> Array:
-    """Variance [M] over all unvisited candidates of scores t [M, TAIL_SAMPLES] of the samples."""
+    """Variance [M] over all unvisited candidates of scores t [M, samples]."""
     off = t - (_shares(t) * t).sum(axis=1, keepdims=True)
     return (_shares(t) * off * off).sum(axis=1)
 
 
 def _shares(t: Array) -> Array:
-    """Of the unvisited candidates, what each sample stands for, [TAIL_SAMPLES]."""
-    return (2 * np.arange(TAIL_SAMPLES) + 1).astype(t.dtype) / t.dtype.type(TAIL_SAMPLES**2)
+    """Of the unvisited candidates, what each sample stands for, [samples]."""
+    n = t.shape[1]
+    return (2 * np.arange(n) + 1).astype(t.dtype) / t.dtype.type(n**2)
 
 
 @quiet
 def add_tail(
-    rows: Array, state: tuple[Array, Array, Array], keys: Array, k: Array, moments: Moments, scale: float,
+    rows: Array, state: tuple[Array, Array, Array], keys: Array, k: Array, v: Array, moments: Moments, scale: float,
     softcap: float,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Queries ``rows`` [M, D] in the state (m [M], mass [M], acc [M, D]) also count ``keys`` [C], positions in k
+    """Queries ``rows`` [M, D] in the state (m [M], mass [M], acc [M, D]) also count ``keys`` [C], positions in k and v
     [Lk, D] in the order in which they would have been visited.
 
-    Their values count as mean_value + tilt * covariance (scale * q), the regression of values on scores at the weighted
-    mean score. Nothing is added where something is not finite.
+    Their values count as `tail_values` says; the regression of values on scores at the weighted mean score is
+    mean_value + tilt * covariance (scale * q). Nothing is added where something of it is not finite.
     """
     m, mass, acc = state
-    t = rows @ k[keys[sample_places(len(keys))]].T * scale  # [M, TAIL_SAMPLES]
-    more, tilt = tail_weights(t, m + np.log(mass), len(keys), softcap)
+    at = keys[sample_places(len(keys))]
+    t = rows @ k[at].T * scale  # [M, samples]
+    found = tail_weights(t, m + np.log(mass), len(keys), softcap)
     if not (np.isfinite(moments.mean_value).all() and np.isfinite(moments.covariance).all()):
         return state
-    value = moments.mean_value + tilt[:, None] * (rows * scale @ moments.covariance.T)  # [M, D]
-    adds = more > 0
-    added = np.where(adds, mass * more, 0).astype(mass.dtype)  # [M]
+    regressed = moments.mean_value + found.tilt[:, None] * (rows * scale @ moments.covariance.T)  # [M, D]
+    value = tail_values(found, v[at], regressed).value
+    adds = found.mass > 0
+    added = np.where(adds, mass * found.mass, 0).astype(mass.dtype)  # [M]
     return m, mass + added, acc + np.where(adds[:, None], added[:, None] * value, 0).astype(acc.dtype)

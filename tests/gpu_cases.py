@@ -18,6 +18,9 @@ from s2o_cupy.tools.diffing import DiffReport, capture, compare
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 NAN, INF = float("nan"), float("inf")
+UNKNOWN = 8200, 8600  # keys of 9,000 that no moments are taken from; samples meet some
+HEAVIER = {"12 bits heavier": 12, "50 bits heavier": 50}  # arrange: by so many bits some late ones of these are,
+FEW_HEAVIER = {"32 keys 20 bits heavier": 20}  # or two runs, of which samples may meet one key
 # A configuration for each path with several segments in short sequences.
 PATHS = {
     "portable": S2OConfig(segment=256, tau=0.05, block_m=64, block_n=64, path="portable", dense_up_to=0),
@@ -45,7 +48,9 @@ class Case:
     block_n: int = 128
     options: dict[str, Any] = field(default_factory=dict)  # of S2OConfig
     arrange: str = "contiguous"
-    poison: tuple[str, int, float] | None = None  # (q, k or v; its row; a value that is put there)
+    poison: tuple[str, int | tuple[int, int], float] | None = None  # (q, k or v; its row or rows; what is put there)
+    # Values are keys' squares: no regression on scores knows what a tail's samples say.
+    squares: bool = field(default=False, repr=False)
 
     def config(self, path: str = "auto") -> S2OConfig:
         return S2OConfig(self.segment, self.tau, self.block_m, self.block_n, path=path, **self.options)
@@ -73,10 +78,24 @@ class Case:
         direction = np.sqrt(3) * p.head_dim**-0.25
         importance = rng.standard_normal((p.batch, p.kv_heads, -(-p.seqlen_k // 16), 1))
         k += direction * importance.repeat(16, axis=2)[:, :, : p.seqlen_k]
-        arrays = {"q": q + direction, "k": k, "v": v}
+        q += direction
+        bits = (HEAVIER | FEW_HEAVIER).get(self.arrange)
+        if bits:  # to every other query, and behind others in the order of their mean
+            at = np.sqrt(bits * np.log(2) / p.scale)
+            q[..., 0] = np.where(np.arange(p.seqlen_q) % 2, at, -at)
+            k[..., 8400:8432, 0] = at
+        if self.arrange in HEAVIER:
+            first, early = np.quantile(importance, (0.85, 0.6))
+            of_keys, unknown = importance.repeat(16, axis=2)[:, :, : p.seqlen_k, 0], slice(*UNKNOWN)
+            k[..., 0] = 0.6 * at * ((of_keys < first) & (np.arange(p.seqlen_k) < p.seqlen_k - p.seqlen_q))
+            k[..., unknown, 0] = at * (of_keys[..., unknown] < early)
+        arrays = {"q": q, "k": k, "v": k**2 if self.squares else v}
+        if self.arrange in HEAVIER:
+            arrays["v"][:, :, slice(*UNKNOWN)] += 5
+            arrays["v"][..., 0] = 0  # of which a regression would know much
         if self.poison:
             name, row, value = self.poison
-            arrays[name][:, -1, row, p.head_dim // 2] = value
+            arrays[name][:, -1, slice(*row) if isinstance(row, tuple) else row, p.head_dim // 2] = value
         if self.arrange == "one key for all":  # a stride of 0 wants equal rows
             arrays["k"][:], arrays["v"][:] = arrays["k"][:, :, :1], arrays["v"][:, :, :1]
         if self.arrange == "one head for all":
@@ -100,6 +119,11 @@ CASES: dict[str, Case] = {
 }
 _KEYS: dict[str, Any] = {"options": {"unit": 1}}  # in order one by one
 _ROUNDS: dict[str, Any] = {"options": {"unit": 1, "workspace_bytes": 1 << 20}}
+_LATE: tuple[tuple[str, int, dict[str, Any]], ...] = (  # rank, unit, and more: what comes late, if it comes
+    ("weight", 8, {}),
+    ("weight", 8, {"poison": ("v", UNKNOWN, NAN)}),
+    *(("mean", 1, {"arrange": arrange}) for arrange in HEAVIER | FEW_HEAVIER),
+)
 _CHANGES: tuple[dict[str, Any], ...] = (
     # Lengths around tiles and segments.
     {"seqlen_q": 1},
@@ -214,6 +238,20 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     *({"options": {"rank": "weight"}, "seqlen_q": 900, "head_dim": head_dim} for head_dim in (64, 128, 256)),
     {"options": {"rank": "weight"}, "seqlen_q": 500, "seqlen_k": 777, "is_causal": False, "scale": -0.1},
     {"options": {"rank": "weight", "tail": "first_order", "unit": 4}, "seqlen_q": 1300, "head_dim": 128},
+    # Samples of 4,000 keys and, twice as many, of 9,000; values that are not finite, in the moments and among samples
+    # alone, or almost not.
+    *(
+        {"options": {"rank": "mean", "tail": "first_order"}, "squares": True, "tau": 1000.0, "seqlen_q": 300,
+         "seqlen_k": 9000, "segment": 64, "head_dim": head_dim, "scale": 0.6 * head_dim**-0.5, **more}
+        for head_dim in (64, 128, 256)
+        for more in ({}, {"dtype": "float16"}, {"seqlen_k": 4000}, {"poison": ("v", 1000, INF)},
+                     {"poison": ("v", UNKNOWN, NAN)}, {"poison": ("v", UNKNOWN, 1e30)})
+    ),
+    *(
+        {"options": {"rank": rank, "tail": "first_order", "unit": unit}, "squares": True, "tau": 1000.0,
+         "seqlen_q": 300, "seqlen_k": 9000, "segment": 128, "head_dim": 128, "scale": 0.053, "dtype": dtype, **more}
+        for dtype in ("bfloat16", "float16") for rank, unit, more in _LATE
+    ),
     # Each query by itself: two groups of keys, four or eight, segments of up to 128 queries and longer, short last
     # ones, more blocks of units than one, and without causality units between them on three sides.
     *({"options": {"clusters": clusters}, "segment": 128, "seqlen_q": 900, "head_dim": head_dim}
@@ -337,6 +375,9 @@ SANITIZED = (
     Case(seqlen_q=60, seqlen_k=9603, head_dim=16, is_causal=False, **_KEYS),
     Case(seqlen_q=60, seqlen_k=333, is_causal=False, options={"unit": 32}),
     Case(seqlen_q=270, head_dim=72, options={"tail": "first_order"}),
+    *(Case(seqlen_q=140, seqlen_k=8700, head_dim=128, segment=128, tau=1000.0, squares=True, scale=0.053,
+           options={"tail": "first_order", **options})
+      for options in ({"rank": "weight", "unit": 8}, {"rank": "mean"})),
     Case(seqlen_q=200, segment=100, head_dim=256, options={"unit": 64, "pooled_queries": 50}),
     Case(seqlen_q=300, seqlen_k=430, head_dim=33, arrange="odd row stride", options={"unit": 4}),
     Case(seqlen_q=20, seqlen_k=270_001, head_dim=8, heads=1, **_KEYS),
@@ -351,7 +392,7 @@ def place(x: Any, arrange: str) -> Any:
     import cupy
 
     b, h, s, d = x.shape
-    if arrange == "contiguous":
+    if arrange == "contiguous" or arrange in HEAVIER | FEW_HEAVIER:
         return x
     if arrange == "one element in":
         view = cupy.zeros(x.size + 1, x.dtype)[1:].reshape(x.shape)

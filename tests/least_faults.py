@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpu_cases import Case
-from query_faults import Rows
+from query_faults import QUERY_AROUND, Rows
 
 PASS2 = "pass2_sm90", "pass2_tail_sm90"  # with a tail diff runs both
 BY_HEAD = (0.01, 0.5, 0.0, 0.1)  # of four heads
@@ -17,13 +17,15 @@ LEAST_BY_HEAD = replace(LEAST, tau=BY_HEAD)
 # Others that stop before, after several tiles in a row, and not after as many with one that gains between them.
 ROW = replace(LEAST, seqlen_q=2600, tau=0.05, scale=0.5)
 HOPPER_ROW = replace(HOPPER_LEAST, seqlen_q=4000, tau=0.2, scale=2.0)
+WITH_WINDOW = replace(LEAST, seqlen_q=700, options={"window": 30})  # and keys before it that are near, too
+BYTES_LEAST = replace(HOPPER_LEAST, seqlen_q=1100, segment=128)
 # Long enough that a part of their keys fills more tiles than the fewest.
 LONG_ROW = replace(ROW, heads=2, kv_heads=1, seqlen_q=7000, segment=1024)
 HOPPER_LONG_ROW = replace(HOPPER_ROW, heads=2, kv_heads=1, seqlen_q=13000, segment=1024)
 
 LEAST_CASES = {
     "least": LEAST, "hopper least": HOPPER_LEAST, "least by head": LEAST_BY_HEAD, "row": ROW, "hopper row": HOPPER_ROW,
-    "long row": LONG_ROW, "hopper long row": HOPPER_LONG_ROW,
+    "with window": WITH_WINDOW, "bytes least": BYTES_LEAST, "long row": LONG_ROW, "hopper long row": HOPPER_LONG_ROW,
 }  # fmt: skip
 
 LEAST_FAULTS: list[tuple[str | tuple[str, ...], Case, Rows]] = [
@@ -69,7 +71,36 @@ LEAST_FAULTS: list[tuple[str | tuple[str, ...], Case, Rows]] = [
         "pass2", LONG_ROW,
         (
             ("as few tiles in a row end it however many keys there are", "stop",
-             "max(spec::kPatience, keys / (spec::kPatienceParts * of_check))", "spec::kPatience"),
+             "max(least, keys / (spec::kPatienceParts * of_check))", "least"),
+        ),
+    ),
+    (
+        "pass2", ROW,
+        (("tiles of near keys count as others do", "stop", " + spec::kNearKeys / of_check", ""),),
+    ),
+    (
+        "query_weights", WITH_WINDOW,
+        (
+            ("near keys have their estimate", "key scores", "is_near(p, segment, at) ? infinity() : x", "x"),
+            ("keys are near the window", "key scores", "p.geometry.query_begin(segment) + p.geometry.offset()",
+             "p.geometry.dense_begin(segment)"),
+            ("one unit less is near", "key scores", "unit >= max(0, keys)", "unit > max(0, keys)"),
+        ),
+    ),
+    (
+        "query_weights", QUERY_AROUND,
+        (("keys are near where none is to be", "key scores", "return p.near_keys && ", "return "),),
+    ),
+    (
+        "query_weights_int8", BYTES_LEAST,
+        (("near keys have their estimate", "key scores", "if (is_near(p, segment, unit)) x = infinity();", ";"),),
+    ),
+    (
+        "query_weights_sm90", BYTES_LEAST,
+        (
+            ("near keys have their estimate", "key scores", "near ? infinity() : x", "x"),
+            ("both segments have one's near keys", "key scores", "is_near(p, block.segment(s), unit)",
+             "is_near(p, block.segment(0), unit)"),
         ),
     ),
     (

@@ -26,7 +26,7 @@ def pretend_gpu(monkeypatch: Any, **pipeline: Any) -> None:
     monkeypatch.setitem(sys.modules, "s2o_cupy.cuda.pipeline", module)
     monkeypatch.setattr(s2o_cupy.cuda, "pipeline", module, raising=False)
     monkeypatch.setitem(sys.modules, "cupy", np)
-    monkeypatch.setattr(NumpyFramework, "stream", lambda self: 0)
+    monkeypatch.setattr(NumpyFramework, "stream", lambda self, ordinal=None: 0)
     monkeypatch.setattr(NumpyFramework, "is_capturing", lambda self: False)
     describe = NumpyFramework.describe
     on_gpu = Device("cuda", 0)

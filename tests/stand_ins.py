@@ -60,6 +60,8 @@ def stand_in(q, k, v, problem: Problem, config: S2OConfig, products: str = WIDE,
             scores.append(found * scale * LOG2E if exact else key_order.log_weights(found, scale))
         else:
             scores.append(s2o.unit_weights(pooled, counts, of_units, n, geometry, scale).astype(half))
+        if of_query is not None:
+            scores[n] = s2o.near_first(scores[n], n, geometry, config)
         units = s2o.ordered_units(scores[n], n, geometry, config)
         positions.append(s2o.unit_positions(units, n, geometry))
         short = int(geometry.candidates(n) % geometry.unit > 0)

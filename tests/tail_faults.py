@@ -5,15 +5,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpu_cases import Case
+from gpu_cases import NAN, UNKNOWN, Case
 from query_faults import Rows
 
 OPTIONS = {"rank": "mean", "window": 30, "tail": "first_order"}
 # Pass 2 stops at once, and the mean stands for nearly all keys.
 TAIL = Case(heads=4, kv_heads=2, seqlen_q=700, segment=256, block_m=64, block_n=64, tau=1000.0, options=OPTIONS)
 HOPPER_TAIL = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=512, head_dim=128, tau=1000.0, options=OPTIONS)
+# Values that no regression on scores knows, of keys that hold a good part of the mass.
+SQUARES = Case(seqlen_q=300, seqlen_k=9000, segment=64, scale=0.075, block_m=64, block_n=64, tau=1000.0, squares=True,
+               options={"rank": "mean", "tail": "first_order"})  # fmt: skip
+HOPPER_SQUARES = replace(SQUARES, head_dim=128, scale=0.053, block_m=128, block_n=128)
 # The same by the copy engine.
 BOXES_TAIL = replace(HOPPER_TAIL, segment=128, options={**OPTIONS, "unit": 8, "rank": "weight"})
+BOXES_SQUARES = replace(HOPPER_SQUARES, segment=128, options={"rank": "weight", "tail": "first_order", "unit": 8})
+LATE = replace(HOPPER_SQUARES, segment=128, arrange="50 bits heavier")
+FEW = replace(HOPPER_SQUARES, segment=128, arrange="32 keys 20 bits heavier")
+NAN_SAMPLES = replace(HOPPER_SQUARES, segment=128, poison=("v", UNKNOWN, NAN))
 
 TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
     (
@@ -63,10 +71,50 @@ TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
              "my.first_row - my.lane / 4 + my.lane % 16;\n  const uint32 tile",
              "my.first_row - my.lane / 4 + my.lane % 8;\n  const uint32 tile"),
             ("a column is read twice", "tail output",
-             "descriptor_at(covariance, c / 4 * Traits::kColumnsStride + c % 4 * 32)",
-             "descriptor_at(covariance, c / 4 * Traits::kColumnsStride)"),
-            ("means are not counted", "tail output", "added * mean.x", "0.f"),
-            ("lse is without the tail", "tail lse", "log1pf(mass[h]) * kLog2E", "0.f"),
+             "my.acc, q[c], descriptor_at(covariance, c / 4 * Traits::kColumnsStride + c % 4 * 32)",
+             "my.acc, q[c], descriptor_at(covariance, c / 4 * Traits::kColumnsStride)"),
+            ("means are not counted", "tail output", "of_mean * (e == 0 ? mean.x : mean.y)", "0.f"),
+            ("lse is without the tail", "tail lse", "log1pf(mass) * kLog2E", "0.f"),
+        ),
+    ),
+    (
+        "pass2_tail_sm90", HOPPER_SQUARES,
+        (
+            ("samples are not believed", "tail output", "all_say.believed[h] *= SampleSums::agreement(",
+             "all_say.believed[h] *= 0.f * SampleSums::agreement("),
+            ("every other part has the values of the one before", "tail output",
+             "Traits::kColumnsStride),\n                                 part % 2 *",
+             "Traits::kColumnsStride),\n                                 0 *"),
+            ("sums of even samples are lost", "tail output", "even_sum(my, i) = sampled(my, sample)[i];",
+             "even_sum(my, i) = 0.f;"),
+            ("the mean counts whole beside samples", "tail output", "of_mean = added - of_samples", "of_mean = added"),
+        ),
+    ),
+    (
+        "pass2_tail_sm90", replace(HOPPER_SQUARES, seqlen_k=4000),
+        (
+            ("a tile of few samples has them in their order", "tail output",
+             "row % (kBlockN / 2) * 2 + row / (kBlockN / 2)", "row"),
+            ("shares are half of what they are", "tail output",
+             "sample.sums.one = 1.f / static_cast<float>(sample.samples",
+             "sample.sums.one = 0.5f / static_cast<float>(sample.samples"),
+        ),
+    ),
+    (
+        "add_tail", replace(SQUARES, seqlen_k=4000),
+        (
+            ("samples that come again count twice", "tail output", "i * kTailSlice < samples / 2 ? ", "true ? "),
+        ),
+    ),
+    (
+        "add_tail", SQUARES,
+        (
+            ("samples are not believed", "tail output", "found.believed[h] *= SampleSums::agreement(",
+             "found.believed[h] *= 0.f * SampleSums::agreement("),
+            ("both halves have the first one's values", "tail output", "multiply_values(sampled, 1)",
+             "multiply_values(sampled, 0)"),
+            ("pairs of values stand as they are copied", "tail output", "value_place(row, j), Rows",
+             "value_place(row, threadIdx.x % 4) + (j - static_cast<int>(threadIdx.x % 4)) * 4, Rows"),
         ),
     ),
     (
@@ -78,6 +126,49 @@ TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
              "const int64 moments = 0"),
             ("a row of covariances is its neighbour's", "tail output", "(moments) * Traits::kHeadDim + r :",
              "(moments) * Traits::kHeadDim + (r ^ 8) :"),
+        ),
+    ),
+    (
+        "pass2_boxes_tail_sm90", BOXES_SQUARES,
+        (
+            ("both tiles have the first one's values", "tail output", "value_units(slots[half])",
+             "value_units(slots[0])"),
+        ),
+    ),
+    (
+        "pass2_tail_sm90", LATE,
+        (
+            ("sums stay in a unit of before", "tail output", "sample.lower[h] = lowered;", "sample.lower[h] = 1.f;"),
+        ),
+    ),
+    (
+        "pass2_tail_sm90", replace(LATE, dtype="float16"),
+        (
+            ("packed weights change their unit", "tail output", "__fdividef(sample.lift[h], lowered)",
+             "sample.lift[h] + 0.f * lowered"),
+        ),
+    ),
+    *(
+        (function, case, (
+            ("one that is alone speaks for others", stage, "fmaf(y.alone[h], largest, (1.f - y.alone[h]) * mass)",
+             "mass"),
+            ("one that is alone has not its own value", "tail output", f"fmaxf({name}.believed[h], {name}.alone[h])",
+             f"{name}.believed[h]"),
+        ))
+        for function, case, name, stage in (
+            ("pass2_tail_sm90", FEW, "all_say", "tail output"), ("add_tail", FEW, "found", "tail lse"))
+    ),
+    (
+        "pass2_tail_sm90", NAN_SAMPLES,
+        (
+            ("what is no number is believed", "tail output", "SampleSums::of_quad(zero) != 0.f", "false"),
+        ),
+    ),
+    (
+        "add_tail", replace(NAN_SAMPLES, head_dim=64, scale=0.075),
+        (
+            ("what is no number is believed", "tail output", "if (samples_count) samples_count =",
+             "if (false) samples_count ="),
         ),
     ),
     (

@@ -31,7 +31,7 @@ def gpu(monkeypatch):
     found = frameworks.TorchFramework
     monkeypatch.setattr(frameworks, "device_of", lambda device: Device("cuda", 0))
     monkeypatch.setattr(found, "is_current", lambda self, ordinal, host=False: ordinal == gpu.current)
-    monkeypatch.setattr(found, "stream", lambda self: gpu.stream)
+    monkeypatch.setattr(found, "stream", lambda self, ordinal=None: gpu.stream)
     long_way, kept = [], []
     run = attention.run
     monkeypatch.setattr(attention, "run", lambda *given, **options: long_way.append(1) or run(*given, **options))

@@ -13,7 +13,7 @@ from test_unit_order import own_mass
 
 from s2o_cupy import S2OConfig
 from s2o_cupy.reference import ordering, s2o
-from s2o_cupy.spec import BLOCK_UNITS, CENTRE_KEYS, CLUSTERS, UNITS, Geometry
+from s2o_cupy.spec import BLOCK_UNITS, CENTRE_KEYS, CLUSTERS, NEAR_KEYS, UNITS, Geometry
 
 LOG2E = math.log2(math.e)
 
@@ -49,7 +49,7 @@ def test_groups_part_the_keys_of_a_unit(units, unit, clusters, kinds, seed):
 def test_no_more_groups_than_keys(rng, unit):
     """Others would be empty, take memory and decide nothing. Kernels know 2, 4 or 8."""
     q, k = rng.standard_normal((2, 1, 1, 96, 8))
-    geometry, config = Geometry(96, 96, 32, unit=unit), S2OConfig(segment=32, unit=unit)
+    geometry, config = Geometry(96, 96, 32, unit=unit), S2OConfig(segment=32, unit=unit, tail="none")
     assert config.groups == min(max(unit, 2), 8) and config.clusters == 8
     own = own_mass(q, k, geometry, 0.5)
     orders = s2o.key_order(q, k, geometry, config, 0.5, own).keys
@@ -196,7 +196,7 @@ def test_a_norm_that_is_not_finite_is_0(rng):
 @pytest.mark.parametrize("clusters", CLUSTERS)
 def test_what_one_query_alone_looks_for_comes_first(rng, place, clusters):
     """One query of 128 gives one key of 1,024 nearly all its mass; those beside it look the other way, so that the mean
-    of eight queries shows nothing."""
+    of eight queries shows nothing. First but for the keys right before the segment, which are not estimated."""
     q, k = 0.3 * rng.standard_normal((2, 1, 1, 1152, 32))
     k[0, 0, place] *= 7 / np.linalg.norm(k[0, 0, place])
     q[0, 0, 1024 + 72 : 1024 + 80] -= 3 * k[0, 0, place] / 7
@@ -209,7 +209,33 @@ def test_what_one_query_alone_looks_for_comes_first(rng, place, clusters):
     for config in (S2OConfig(clusters=clusters), S2OConfig(rank="weight")):
         order = s2o.key_order(q, k, geometry, config, scale, own).keys[8][0, 0]
         first[config.rank] = int(np.flatnonzero(order == place)[0]) // 16  # units before its own
-    assert first["query"] == 0 and first["weight"] > 4, first
+    assert first["query"] == NEAR_KEYS // 16 and first["weight"] > 4, first
+
+
+@pytest.mark.parametrize("window", [0, 20, NEAR_KEYS])
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("seqlen_k", [300, 430, 331])
+def test_keys_right_before_a_segment_come_first(rng, seqlen_k, unit, window):
+    """And are among those that q tiles wait for: whole units of them, as far as pass 1 has not visited them."""
+    q, k = rng.standard_normal((300, 8)), rng.standard_normal((seqlen_k, 8))
+    q, k = q[None, None], k[None, None]
+    geometry, config = Geometry(300, seqlen_k, 100, window, unit=unit), S2OConfig(segment=100, unit=unit, tau=1.5)
+    found = s2o.key_order(q, k, geometry, config, 0.3, own_mass(q, k, geometry, 0.3))
+    for n, (order, least) in enumerate(zip(found.keys, found.least, strict=True)):
+        start = geometry.queries(n)[0] + geometry.offset
+        first = max(0, start - NEAR_KEYS) // unit * unit
+        near = np.arange(first, max(first, geometry.dense_keys(n)[0]))
+        np.testing.assert_array_equal(np.sort(order[0, 0, : len(near)]), near)
+        assert least[0, 0] == len(near)  # no other weighs 0.75
+
+
+@pytest.mark.parametrize("other", [{"tail": "none"}, {"error": 0.1}, {"is_causal": False}])
+def test_where_no_tile_waits_order_is_by_weight_alone(rng, other):
+    q, k = rng.standard_normal((2, 1, 1, 300, 8))
+    is_causal = other.pop("is_causal", True)
+    geometry, config = Geometry(300, 300, 100, 0, is_causal, 4), S2OConfig(segment=100, unit=4, **other)
+    scores = ordering.segment_scores(q, k, geometry, config, 0.3, own_mass(q, k, geometry, 0.3))
+    assert all(np.isfinite(x).all() for x in scores)
 
 
 def test_the_centre_is_of_keys_before_every_segment_that_is_ordered():

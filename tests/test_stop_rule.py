@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reference_cases import Case, cases, make
 
 from s2o_cupy.reference import dense_attention, key_order, s2o
-from s2o_cupy.spec import Geometry, S2OConfig
+from s2o_cupy.spec import NEAR_KEYS, Geometry, S2OConfig
 
 
 def example(tau, block_m=1, masses=((4, 2, 1, 0.5),), stop_lag=0, least=0):
@@ -192,18 +192,26 @@ def test_least_keys_are_of_the_head_of_the_order(rng):
     ],
 )
 def test_it_waits_no_longer_than_for_four_tiles_or_a_sixteenth_in_a_row(gains, least, visited):
-    """Key tiles of one key that add much, y, or next to nothing to a row."""
-    mass, scores = 1.0, []
-    for gain in gains:
-        scores.append(math.log(mass if gain == "y" else 1e-6 * mass))
-        mass += math.exp(scores[-1])
-    keys = np.array(scores)[:, None]
-    start = np.zeros(1), np.ones(1), np.zeros((1, 1))
-    found = s2o.visit(
-        np.ones((1, 1)), start, np.arange(len(gains)), keys, np.zeros_like(keys), 1.0, 0.0, block_n=1, tau=0.1,
-        stop_lag=0, visited=None, least=least,
+    """Key tiles that add much, y, or next to nothing to a row."""
+    assert tiles_of(gains, least, block_n=NEAR_KEYS + 1) == visited
+
+
+@pytest.mark.parametrize(("block_n", "tiles"), [(NEAR_KEYS, 1), (24, 2), (8, 8), (1, 64)])
+def test_it_waits_as_many_tiles_longer_as_near_keys_fill(block_n, tiles):
+    assert tiles_of("n" * 70, 70, block_n) == tiles + 4
+
+
+def tiles_of(gains: str, least: int, block_n: int) -> int:
+    """How many key tiles are visited, of which ``least`` must be: each has one key that adds something."""
+    mass, keys = 1.0, np.full((len(gains), block_n), -np.inf)
+    for tile, gain in enumerate(gains):
+        keys[tile, 0] = math.log(mass if gain == "y" else 1e-6 * mass)
+        mass += math.exp(keys[tile, 0])
+    start, keys = (np.zeros(1), np.ones(1), np.zeros((1, 1))), keys.reshape(-1, 1)
+    return s2o.visit(
+        np.ones((1, 1)), start, np.arange(len(keys)), keys, np.zeros_like(keys), 1.0, 0.0, block_n=block_n, tau=0.1,
+        stop_lag=0, visited=None, least=least * block_n,
     )[3]  # fmt: skip
-    assert found == visited
 
 
 @given(cases(), st.sampled_from([0.05, 0.5]))

@@ -11,14 +11,18 @@ from s2o_cupy.reference import dense_attention, s2o, tail
 from s2o_cupy.spec import (
     MOMENT_KEYS,
     TAIL_DOUBT,
+    TAIL_FEW,
+    TAIL_HALF,
     TAIL_REACH,
     TAIL_SAMPLES,
+    TAIL_TRIFLE,
     Geometry,
     S2OConfig,
     moment_group,
     moment_keys,
     moment_place,
     moment_samples,
+    tail_samples,
 )
 
 
@@ -53,15 +57,16 @@ def test_equal_keys_need_no_visit(rng):
     q, k, v = (rng.standard_normal((1, 2, 300, 8)) for _ in range(3))
     k[:] = k[:, :, :1]
     v[:] = v[:, :, :1]
-    config = S2OConfig(segment=100, tau=1e9, block_m=50, block_n=16, unit=4, tail="first_order")
+    config = S2OConfig(segment=100, tau=1e9, block_m=50, block_n=16, unit=4, tail="first_order", rank="weight")
     found, (o, lse) = s2o.s2o(q, k, v, config), dense_attention(q, k, v, is_causal=True)
     assert (found.visited[:, :, 1:] == 1).all()
     # A handful of operations in float64 on numbers of the result's size.
     np.testing.assert_allclose(found.o, o, rtol=1e-12)
     # Weights go with the share that a sample stands for, (2 i + 1) / N^2, so about 3 / 4 of N samples carry them.
-    share = (2 * np.arange(TAIL_SAMPLES) + 1) / TAIL_SAMPLES**2
+    samples = tail_samples(300)
+    share = (2 * np.arange(samples) + 1) / samples**2
     carrying = 1 / (share**2).sum()
-    assert carrying == pytest.approx(0.75 * TAIL_SAMPLES, rel=0.01)
+    assert carrying == pytest.approx(0.75 * samples, rel=0.01)
     for n in (1, 2):
         rest, dense = 100 * n - 16, np.arange(100) + 1
         counted = np.log(16 + dense + rest * carrying / (carrying + TAIL_DOUBT)) - np.log(100 * n + dense)
@@ -73,8 +78,10 @@ def test_equal_keys_need_no_visit(rng):
 def test_places_of_samples(left):
     """All are there, they ascend, and none is further from those beside it than what both stand for."""
     at = tail.sample_places(left)
-    assert at[0] <= left // TAIL_SAMPLES**2 and at[-1] < left and (np.diff(at) >= 0).all()
-    shares = (2 * np.arange(TAIL_SAMPLES) + 1) / TAIL_SAMPLES**2 * left
+    samples = len(at)
+    assert samples == (TAIL_SAMPLES if left >= TAIL_FEW else TAIL_SAMPLES // 2)
+    assert at[0] <= left // samples**2 and at[-1] < left and (np.diff(at) >= 0).all()
+    shares = (2 * np.arange(samples) + 1) / samples**2 * left
     assert shares.sum() == pytest.approx(left)
     assert (np.diff(at) <= shares[1:] + 1).all()
 
@@ -144,16 +151,16 @@ def test_values_that_go_with_scores_are_found(rng):
     exact = weights @ values / weights.sum(axis=1, keepdims=True)
     state = np.zeros(40), np.full(40, 1e-9), np.zeros((40, 8))
     moments = tail.key_moments(keys, values, moment_group(60_000))
-    m, mass, acc = tail.add_tail(queries, state, np.arange(60_000), keys, moments, 1.0, 0.0)
+    m, mass, acc = tail.add_tail(queries, state, np.arange(60_000), keys, values, moments, 1.0, 0.0)
     error = lambda x: np.linalg.norm(x - exact) / np.linalg.norm(exact)  # noqa: E731
     assert error(acc / mass[:, None]) < 0.3 * error(values.mean(axis=0))
-    # The mass of 60,000 keys from 128, some of which carry most of it.
+    # The mass of 60,000 keys from 256, some of which carry most of it.
     assert np.median(np.abs(np.log(mass / weights.sum(axis=1)))) < 0.4
 
 
 def test_the_tilt_stays_between_no_and_a_normal_distribution_s(rng):
     t = rng.standard_normal((3, TAIL_SAMPLES)) * [[0.0], [0.1], [30.0]]
-    _, tilt = tail.tail_weights(t, np.zeros(3), 1000, 0.0)
+    tilt = tail.tail_weights(t, np.zeros(3), 1000, 0.0).tilt
     assert tilt[0] == 0 and 0.9 <= tilt[1] <= 1 and 0 < tilt[2] < 0.2
 
 
@@ -162,7 +169,7 @@ def test_the_tilt_stays_between_no_and_a_normal_distribution_s(rng):
 def test_samples_that_outweigh_all_that_was_found(dtype, bits, counts):
     """Count for as much as they weigh, whatever the precision, up to 2 ** TAIL_REACH times; beyond for nothing."""
     t = np.full((1, TAIL_SAMPLES), bits * np.log(2), dtype)
-    mass, _ = tail.tail_weights(t, np.zeros(1, dtype), 1024, 0.0)
+    mass = tail.tail_weights(t, np.zeros(1, dtype), 1024, 0.0).mass
     carrying = 1 / np.square((2 * np.arange(TAIL_SAMPLES) + 1) / TAIL_SAMPLES**2).sum()
     if counts:  # exp of a float32 score of so many bits is off by as much as the score, bits * 2^-24
         assert np.log2(mass[0]) == pytest.approx(bits + 10 + np.log2(carrying / (carrying + TAIL_DOUBT)), abs=1e-4)
@@ -178,7 +185,7 @@ def test_what_is_not_finite_adds_nothing(rng, place, value):
     {"k": k, "v": v}[place][:] = value
     moments, before = tail.key_moments(k, v, moment_group(200)), [x.copy() for x in state]
     with np.errstate(invalid="ignore", over="ignore"):
-        found = tail.add_tail(q, state, np.arange(200), k, moments, 0.5, 0.0)
+        found = tail.add_tail(q, state, np.arange(200), k, v, moments, 0.5, 0.0)
     for x, y in zip(found, before, strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -192,7 +199,7 @@ def test_products_beyond_the_dtype_add_nothing(rng):
     state = np.zeros(200, np.float32), np.ones(200, np.float32), v / 2
     moments, before = tail.key_moments(k, v, moment_group(200)), [x.copy() for x in state]
     assert np.isfinite(moments.mean_value).all() and not np.isfinite(moments.covariance).all()
-    for x, y in zip(tail.add_tail(q, state, np.arange(200), k, moments, 0.5, 0.0), before, strict=True):
+    for x, y in zip(tail.add_tail(q, state, np.arange(200), k, v, moments, 0.5, 0.0), before, strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -207,3 +214,72 @@ def test_errors_are_smaller_with_it(qkv, softcap, is_causal):
         o = s2o.s2o(q, k, v, config, is_causal=is_causal, softcap=softcap).o
         error[kind] = np.linalg.norm(o - exact)
     assert error["first_order"] < 0.8 * error["none"]
+
+
+def sampled_values(weight, values, regressed, mass=1.0, carrying=0.0, alone=0.0):
+    """What `tail_values` makes of one row."""
+    row = [np.array([x], float) for x in (mass, 0.0, weight, carrying, alone, 0.0, mass)]
+    return tail.tail_values(tail.TailWeights(*row), values, regressed[None])
+
+
+def halves(rng, apart):
+    """A regression's value [40], and samples' [TAIL_SAMPLES, 40]: even ones 1 above it, odd ones ``apart``."""
+    regressed = rng.standard_normal(40)
+    return regressed, regressed + np.where(np.arange(TAIL_SAMPLES) % 2, apart, 1.0)[:, None]
+
+
+@pytest.mark.parametrize(("apart", "believed"), [(1.0, 1.0), (0.5, 2 / 2.25), (0.0, 0.0), (-1.0, 0.0)])
+def test_samples_are_believed_as_far_as_halves_agree(rng, apart, believed):
+    """By 4 e o / (e + o)^2, where even samples are e beyond the regression and odd ones o."""
+    regressed, values = halves(rng, apart)
+    found = sampled_values(np.ones(TAIL_SAMPLES), values, regressed)
+    assert found.believed == pytest.approx(believed)
+    np.testing.assert_allclose(found.value[0], regressed + believed * (1 + apart) / 2)
+
+
+@pytest.mark.parametrize(("change", "believed"), [
+    ({"carrying": 0.75 * TAIL_SAMPLES / 4}, 0.75), ({"carrying": TAIL_SAMPLES}, 0.0),
+    ({"mass": TAIL_TRIFLE}, 0.0), ({"mass": 1.5 * TAIL_TRIFLE}, 0.5), ({"mass": 2 * TAIL_TRIFLE}, 1.0),
+])  # fmt: skip
+def test_samples_are_not_believed_where_all_carry_the_weight_or_little_is_added(rng, change, believed):
+    regressed, values = halves(rng, 1.0)
+    found = sampled_values(np.ones(TAIL_SAMPLES), values, regressed, **change)
+    assert found.believed == pytest.approx(believed)
+
+
+@pytest.mark.parametrize(("share", "believed"), [(TAIL_HALF, 0.0), (1.5 * TAIL_HALF, 0.5), (2 * TAIL_HALF, 1.0)])
+def test_a_half_with_next_to_no_weight_says_nothing(rng, share, believed):
+    regressed, values = halves(rng, 1.0)
+    weight = np.where(np.arange(TAIL_SAMPLES) % 2, share, 1 - share)
+    assert sampled_values(weight, values, regressed).believed == pytest.approx(believed)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_sample_that_is_no_number_leaves_the_regression(rng, value):
+    regressed, values = halves(rng, 1.0)
+    values[3, 39] = value
+    found = sampled_values(np.ones(TAIL_SAMPLES), values, regressed)
+    assert found.believed == 0
+    np.testing.assert_array_equal(found.value[0], regressed)
+
+
+@pytest.mark.parametrize(("weighs", "alone"), [
+    (TAIL_TRIFLE, 0.0), (1.5 * TAIL_TRIFLE, 0.5), (2 * TAIL_TRIFLE, 1.0), (1.0, 1.0), (1e6, 1.0),
+])  # fmt: skip
+def test_one_sample_that_weighs_much_counts_for_itself(rng, weighs, alone):
+    """Where it carries the weight alone. It weighs what its key does, and has its value; else its share speaks for
+    others, TAIL_DOUBT of one."""
+    t = np.where(np.arange(TAIL_SAMPLES) == 100, 0, -1000.0)[None]
+    found = tail.tail_weights(t, np.array([-np.log(weighs)]), 9000, 0.0)
+    assert found.alone == pytest.approx(alone)
+    of_all = 9000 * 201 / TAIL_SAMPLES**2 * weighs / (1 + TAIL_DOUBT)
+    assert found.mass == pytest.approx((1 - alone) * of_all + alone * weighs)
+    regressed, values = halves(rng, 0.0)
+    row = sampled_values(found.weight[0], values, regressed, alone=alone)
+    np.testing.assert_allclose(row.value[0], regressed + alone * (values[100] - regressed))
+
+
+def test_samples_that_share_the_weight_speak_for_others():
+    t = np.where(np.arange(TAIL_SAMPLES) == 100, 0, -0.1)[None]
+    found = tail.tail_weights(t, np.zeros(1), 9000, 0.0)
+    assert found.alone == 0 and found.mass == pytest.approx(9000, rel=0.12)

@@ -81,7 +81,8 @@ struct PackedRows : QueryTile {
 // After how many stop checks in a row, at which all rows gained too little, a tile of `keys` stops although its least keys
 // have not been visited. `of_check`: keys between two checks.
 __device__ __forceinline__ int patience(int keys, int of_check) {
-  return max(spec::kPatience, keys / (spec::kPatienceParts * of_check));
+  const int least = spec::kPatience + spec::kNearKeys / of_check;  // the first may be near keys, heavy or not
+  return max(least, keys / (spec::kPatienceParts * of_check));
 }
 
 // What q tiles of pass 2 have in common: their rows visit a list of keys in its order.

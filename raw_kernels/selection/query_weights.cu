@@ -127,7 +127,7 @@ struct QueryWeights {
     const bool stores = lane % kLanes == 0 && at < block.end;
     uint16* target = p.scores + p.chunk.place(block.head, segment) + (stores ? at : 0);
     if (!is_first && stores) x = larger_or_nan(x, Float16::low(*target));
-    store_if(stores, target, Float16::pack(x, 0.f));
+    store_if(stores, target, Float16::pack(is_near(p, segment, at) ? infinity() : x, 0.f));
   }
   __device__ __forceinline__ void find_scores() {
     const int end = kUnitKeys * block.end, steps = (end + Traits::kStep - 1) / Traits::kStep;

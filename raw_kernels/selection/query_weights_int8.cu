@@ -200,6 +200,7 @@ struct IntegerWeights {
       x = larger_or_nan(x, __shfl_xor_sync(kFullWarp, x, 1));
       x = larger_or_nan(x, __shfl_xor_sync(kFullWarp, x, 2));
       const int unit = (tile * kUnits + v) * 8 + lane / 4;
+      if (is_near(p, segment, unit)) x = infinity();
       if (lane % 4 == 0 && unit < block.end)
         p.scores[p.chunk.place(block.head, segment) + unit] = static_cast<uint16>(Float16::pack(x, 0.f));
     }

@@ -360,7 +360,8 @@ __device__ __forceinline__ void weigh_tiles(const RankKeysParams& p, const Block
         for (int s = 0; s < Traits::kSegments; ++s) {
           const auto& to = shared.segments[s];
           const float x = s == 0 ? Float16::low(maxima.last) : Float16::high(maxima.last);
-          if (unit < to.end) to.scores[unit] = static_cast<uint16>(Float16::pack(x * to.back, 0.f));
+          const bool near = is_near(p, block.segment(s), unit);
+          if (unit < to.end) to.scores[unit] = static_cast<uint16>(Float16::pack(near ? infinity() : x * to.back, 0.f));
         }
         __syncwarp();
       }

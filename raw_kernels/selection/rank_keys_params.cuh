@@ -27,6 +27,7 @@ struct RankKeysParams {
   Chunk chunk;
   int heads, kv_heads;
   int pooled_queries, run;
+  int near_keys;           // of query_weights: right before a segment, whose units come first; 0 without causality
   int unit_parts;          // blocks of query_weights_sm90 among which a pair of segments parts its units; else 1
   int row_blocks;          // blocks of key_scores that cover the rows of one KV head
   int key_blocks;          // and the keys

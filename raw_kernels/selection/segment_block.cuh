@@ -5,6 +5,12 @@
 
 namespace s2o {
 
+// Whether a unit has a key of the last near_keys before a causal segment.
+__device__ __forceinline__ bool is_near(const RankKeysParams& p, int segment, int unit) {
+  const int keys = p.geometry.query_begin(segment) + p.geometry.offset() - p.near_keys;  // before them
+  return p.near_keys && unit >= max(0, keys) >> p.geometry.unit_shift;
+}
+
 template <int kSegments, int kHeadDim, int kUnitKeys = 2>
 struct SegmentBlock {
   const RankKeysParams& p;

@@ -110,18 +110,24 @@ __device__ __forceinline__ void run_second(Consumer<Traits>& my, const Params& a
     softmax<false>(my, limit, rows);
     rescale(my);
     pack(my);
-    if (Traits::kBringsOutputs && Rows::resumes(all)) release_v(my);
+    if (Traits::kBringsOutputs && Rows::resumes(all)) {
+      release_v(my);
+      if constexpr (kAddsTail<Traits>) barrier_arrive(my.shared.outputs_read);
+    }
     const int visited = walk<false>(my, nth, q, tiles, limit, rows);
     const int stop_checks = (visited + Traits::kTilesPerStopCheck - 1) / Traits::kTilesPerStopCheck;
     int stored[2];
+    const auto find_stored = [&] {
+      stored[0] = my.shared.rows[slot][my.first_row];
+      stored[1] = my.shared.rows[slot][my.first_row + 8];
+    };
     // After the products it would be a copy for each.
     if constexpr (kSkipsValues<Traits>) vote(my, rows, stop_checks - 1, nth);
     by_skips(my, [&](auto skips_of_last) {
       issue_output<skips_of_last.value>(my);
       if constexpr (!kSkipsValues<Traits>) vote(my, rows, stop_checks - 1, nth);
       my.voted += stop_checks;
-      stored[0] = my.shared.rows[slot][my.first_row];
-      stored[1] = my.shared.rows[slot][my.first_row + 8];
+      if constexpr (!kAddsTail<Traits>) find_stored();
       wgmma_wait<0>();
       finished(my.acc);
     });
@@ -142,11 +148,9 @@ __device__ __forceinline__ void run_second(Consumer<Traits>& my, const Params& a
     } else {
       if constexpr (kAddsTail<Traits>) {
         const int left = limit - visited * Traits::kBlockN;
-        if (left > 0) {
-          add_unvisited(my, all, nth, q, left);
-        } else {
-          release(my, my.shared.q_empty[nth % Traits::kQueryPlaces]);
-        }
+        if (left > 0) add_unvisited(my, all, nth, q, left);
+        find_stored();  // not before, as a tail leaves no registers, nor after queries' place is free
+        release(my, my.shared.q_empty[nth % Traits::kQueryPlaces]);
       }
       store<false>(my, tile, stored, my.m, my.l);
       if constexpr (Rows::kListed) keep_listed_state(my, all, tile, stored);

@@ -244,12 +244,12 @@ __device__ __forceinline__ uint32 descriptor_at(uint32 descriptor, uint32 offset
       : S2O_ACCUMULATORS_64                                                                           \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(kDescriptorHigh<kEightRowsOfB>))
 
-#define S2O_WGMMA_RS_N64(TYPE)                                                                        \
+#define S2O_WGMMA_RS_N64(TYPE, TRANSPOSED)                                                            \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\n.reg .b64 db;\nsetp.ne.b32 p, %37, 0;\n"                                     \
       "mov.b64 db, {%36, %38};\n"                                                                     \
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " "                                 \
-      "{" S2O_NUMBERS_32 "}, {%32, %33, %34, %35}, db, p, 1, 1, 1;\n}"                                \
+      "{" S2O_NUMBERS_32 "}, {%32, %33, %34, %35}, db, p, 1, 1, " TRANSPOSED ";\n}"                   \
       : S2O_ACCUMULATORS_32                                                                           \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(kDescriptorHigh<kEightRowsOfB>))
 
@@ -301,7 +301,12 @@ struct Wgmma;
     }                                                                                                 \
     template <int kEightRowsOfB = kEightRows>                                                         \
     static __device__ __forceinline__ void rs(float (&d)[32], const uint32 (&a)[4], uint32 b, int accumulate) { \
-      S2O_WGMMA_RS_N64(TYPE);                                                                         \
+      S2O_WGMMA_RS_N64(TYPE, "1");                                                                    \
+    }                                                                                                 \
+    template <int kEightRowsOfB = kEightRows>                                                         \
+    static __device__ __forceinline__ void rs_rows(float (&d)[32], const uint32 (&a)[4], uint32 b,    \
+                                                   int accumulate) {                                  \
+      S2O_WGMMA_RS_N64(TYPE, "0");                                                                    \
     }                                                                                                 \
   };
 S2O_WGMMA(Float16, "f16")

@@ -98,26 +98,12 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
   }
   Ring<kStages> k_ring, v_ring;
   uint32 voted = 0;  // stop checks of the q tiles before this one
-  // By boxes: the place among keys that a sample is gathered to, of which a warp tells once all its threads' copies have
-  // landed; or -1.
-  [[maybe_unused]] int sample = -1;
-  const auto report_sample = [&] {
-    if (!kByBoxes || sample < 0) return;
-    cp_async_wait_all();
-    fence_for_wgmma();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared.k_full[sample]);
-    sample = -1;
-  };
   for (uint32 nth = 0;; ++nth) {
     const uint32 slot = nth % kQueryPlaces, nth_parity = nth / kQueryPlaces & 1, place = nth % kPlaces;
     await_q_tile(shared, nth);
     const int q_tile = shared.q_tile[place];
     barrier_arrive(shared.q_tile_empty[place]);
-    if (q_tile < 0) {
-      report_sample();
-      return;
-    }
+    if (q_tile < 0) return;
 
     const Rows rows(params, q_tile);
     const int batch = rows.batch(params.heads), kv_head = rows.kv_head(params.heads, params.kv_heads);
@@ -185,7 +171,6 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
         if constexpr (kPaged) look_up_page(tile + 1);
       }
       if (tile == 0) {
-        report_sample();
         barrier_wait(shared.q_empty[slot], nth_parity ^ 1);
         if (kBlockM == kWarpgroup || row < kBlockM) shared.rows[nth % 2][row] = position;
         if constexpr (kByBoxes) {
@@ -244,31 +229,66 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
     if constexpr (kAddsTail<Traits>) {
       const int visited = stop_checks * kStopCheckKeys, left = count - visited;
       if (left > 0) {
-        const int i = visited + sample_place(row, left), unit_of_sample = Rows::unit(params, order, i);
-        barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
+        // Samples of even number are one tile and those of odd number another, or each half of one.
+        const int samples = tail_samples(left);
+        const bool one_tile = samples == kBlockN;
+        const auto slot_of_sample = [&](int n) {  // or position
+          const int i = visited + sample_place(n, samples, left);
+          const int sample = Rows::key(params, Rows::unit(params, order, i), i);
+          if constexpr (kPaged) return pages.slot(pages.of(table_row), sample);
+          return sample;
+        };
+        const int first = one_tile ? row % (kBlockN / 2) * 2 + row / (kBlockN / 2) : 2 * row;
+        const int slots[2] = {slot_of_sample(first), one_tile ? 0 : slot_of_sample(first + 1)};
         const int64 moments = moments_of(params, rows);
         if (row < Traits::kHeadDim)
           cp_async_4(shared_address(shared.mean_values + row), params.mean_values + moments * Traits::kHeadDim + row);
+        // There is room for the first tile of keys and of values at once, and for the others when the walk has ended. By
+        // boxes each warp reports that a copy has landed once it has asked for the next.
+        uint64* landing = nullptr;
+        if (Traits::kBringsOutputs && Rows::resumes(params)) barrier_wait(shared.outputs_read, nth & 1);
+        const auto report = [&](uint64* next) {
+          if constexpr (kByBoxes) {
+            cp_async_commit();
+            if (landing != nullptr) {
+              if (next != nullptr) {
+                cp_async_wait<1>();
+              } else {
+                cp_async_wait<0>();
+              }
+              fence_for_wgmma();
+              __syncwarp();
+              if (threadIdx.x % 32 == 0) barrier_arrive(*landing);
+            }
+            landing = next;
+          } else if (next != nullptr) {
+            barrier_arrive_after_copies(*next);
+          }
+        };
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (half == 1 && one_tile) break;
+          barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
+          layout.gather_keys(shared_address(shared.k[k_ring.slot]), k, k_units(slots[half]), whole_rows);
+          report(&shared.k_full[k_ring.slot]);
+          k_ring.advance();
+          barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
+          layout.gather_keys(shared_address(shared.v[v_ring.slot]), v, value_units(slots[half]), whole_rows);
+          report(&shared.v_full[v_ring.slot]);
+          v_ring.advance();
+        }
+        report(nullptr);
+        barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
         if constexpr (kByBoxes) {
           const int r = BoxCopies<Traits>::kept_row();
-          BoxCopies<Traits>::bring(shared.v[v_ring.slot], maps.covariances, shared.v_full[v_ring.slot],
+          BoxCopies<Traits>::bring(shared.k[k_ring.slot], maps.covariances, shared.k_full[k_ring.slot],
                                    {r < Traits::kHeadDim ? static_cast<int>(moments) * Traits::kHeadDim + r : kPastRows,
                                     0, 0});
         } else {
           layout.gather_keys(
-              shared_address(shared.v[v_ring.slot]),
+              shared_address(shared.k[k_ring.slot]),
               params.covariances + moments * (Traits::kHeadDim * Traits::kHeadDim),
               row < Traits::kHeadDim ? row * (Traits::kHeadDim / 8) : kNoRow, Traits::kHeadDim == kBlockN && whole_rows);
-          barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
-        }
-        v_ring.advance();
-        int slot_of_sample = Rows::key(params, unit_of_sample, i);
-        if constexpr (kPaged) slot_of_sample = pages.slot(pages.of(table_row), slot_of_sample);
-        barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
-        layout.gather_keys(shared_address(shared.k[k_ring.slot]), k, k_units(slot_of_sample), whole_rows);
-        if constexpr (kByBoxes) {  // told of later: the next q tile's first keys are asked for meanwhile
-          sample = k_ring.slot;
-        } else {
           barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
         }
         k_ring.advance();

@@ -37,11 +37,12 @@ constexpr int kPlaces = 4;     // of q tiles that the block knows of
 // A producer of 128 threads and consumers share what the block was launched with: 384 x 168 registers, or where q tiles
 // have 64 rows and a multiprocessor holds two blocks, 256 x 128.
 constexpr int kCopierRegisters = 40, kFirstConsumerRegisters = 232;  // pass 1, by the copy engine
-// Where rows are gathered. With page numbers as well, or a tail to bring, 72 would leave too few to have several addresses
-// under way; outputs of head_dim 256 leave no more.
+// Where rows are gathered. With page numbers as well, or a tail to bring and no boxes, 72 would leave too few to have several
+// addresses under way; outputs of head_dim 256 leave no more.
 template <class Traits>
 constexpr bool kProducesMore =
-    Traits::kHeadDim <= 128 && !kSkipsValues<Traits> && (Traits::kPaged || kWalksLadder<Traits> || kAddsTail<Traits>);
+    Traits::kHeadDim <= 128 && !kSkipsValues<Traits> &&
+    (Traits::kPaged || kWalksLadder<Traits> || (kAddsTail<Traits> && !Traits::kByBoxes));
 template <class Traits>
 constexpr int kProducerRegisters = kProducesMore<Traits> ? 88 : 72;
 template <class Traits>
@@ -226,6 +227,7 @@ __device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
       barrier_init(shared.v_empty[s], Traits::kConsumerWarps);
     }
     for (int s = 0; s < kVoteSlots; ++s) barrier_init(shared.voted[s], Traits::kConsumerWarps);
+    if constexpr (kAddsTail<Traits>) barrier_init(shared.outputs_read, Traits::kConsumerThreads);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();

@@ -1,33 +1,36 @@
-// Adds what candidates weigh that a q tile has not visited, and their values to first order. After pass 2, in place.
+// Adds what candidates weigh that a q tile has not visited, and what their values are. After pass 2, in place.
+// reference/tail.py is the definition.
 //
 //   kTailSamples unvisited candidates, denser where they come earlier in the order, give for each query
 //     mass  their sum of exp(score), by the share that each stands for, and less of it the fewer of them carry it
 //     tilt  how far their mean score moves once they are weighted by it, over the variance of scores: 1 for scores that
 //           are spread like a normal distribution, and kept within [0, 1]
-//   value = mean_value + tilt * scale * covariance query, the regression of values on scores at the weighted mean score
+//   regressed = mean_value + tilt * scale * covariance query, values on scores at the weighted mean score
+//   value = regressed + believed * (mean of the samples' values by weight - regressed)
 //   out, lse <- with the mass at that value; as they are where something of it is not finite
 //
-// A warp has 16 queries and multiplies them with all samples, then with all rows of the covariance, kTailSlice at a time.
-// A thread reads 16 bytes of a row at once, of queries and outputs from global and of what they are multiplied with from
-// shared memory: it holds dimensions 8 t .. 8 t + 7 of each 32, t = lane % 4. A product takes dimensions in any order,
+// A warp has 16 queries and multiplies them with all samples, half of these at a time, keeping the weights in registers.
+// Then it takes kTailSlice dimensions at a time: of the covariance times its queries, and of its weights times the samples'
+// values. A thread reads 16 bytes of a row at once, of queries and outputs from global and of what they are multiplied with
+// from shared memory: it holds dimensions 8 t .. 8 t + 7 of each 32, t = lane % 4. A product takes dimensions in any order,
 // if both sides have the same.
 #include "tail/tail_rows.cuh"
 
 namespace s2o {
 
-template <class Element_, int kHeadDim_, int kBuffers_, bool kAligned_, bool kPaged_>
+template <class Element_, int kHeadDim_, bool kAligned_, bool kPaged_>
 struct TailTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kThreads = 256;
-  static constexpr int kBuffers = kBuffers_;  // 2: samples and covariances are on their way together
-  static constexpr bool kAligned = kAligned_;  // every row of q, k and out starts on 16 bytes
+  static constexpr bool kAligned = kAligned_;  // every row of q, k, v and out starts on 16 bytes
   static constexpr bool kPaged = kPaged_;
   static constexpr int kChunks = kHeadDim / 8;  // 16 bytes each, of a row
-  static constexpr int kRows = kHeadDim < kTailSamples ? kHeadDim : kTailSamples;  // of the covariance in a buffer
-  static_assert(kBuffers == 1 || kRows == kHeadDim, "one buffer for all of it");
-  static_assert(kThreads / 32 * 16 == kTailSamples, "as many queries as samples");
+  static_assert(kThreads / 32 * 16 == kTailQueries && kThreads == kTailSamples);
+  // Elements: of half of the samples' keys; then of a slice of all their values, and of one of the covariance.
+  static constexpr int kOfKeys = kTailHalf * kHeadDim, kOfValues = kTailSamples * kTailSlice;
+  static constexpr int kOfSlices = kOfValues + kTailSlice * kHeadDim;
   struct Shared {
-    uint16 rows[kBuffers][kTailSamples * kHeadDim];  // samples, and covariances in the last
+    uint16 rows[kOfKeys > kOfSlices ? kOfKeys : kOfSlices];
     TailRowsShared<kHeadDim> at;
   };
 };
@@ -38,11 +41,14 @@ struct TailTile : TailRows<Traits> {
   using Element = typename Traits::Element;
   using Rows::at, Rows::lane, Rows::p;
   static constexpr int kHeadDim = Traits::kHeadDim, kChunks = Traits::kChunks, kThreads = Traits::kThreads;
-  static constexpr int kBuffers = Traits::kBuffers, kGroups = kHeadDim / 32, kTiles = Rows::kTiles;
+  static constexpr int kGroups = kHeadDim / 32, kTiles = Rows::kTiles;
   static constexpr int kRowsAtOnce = kThreads / kChunks;  // that the block copies
+  static constexpr int kSlices = kTailHalf / kTailSlice;  // of half of the samples
+  static constexpr int kValueRowsAtOnce = kThreads * 8 / kTailSlice, kValueRows = kTailSamples / kValueRowsAtOnce;
 
   typename Traits::Shared& shared;
-  uint4 q[2][kGroups];  // of both rows
+  uint4 q[2][kGroups];                      // of both rows
+  uint32 weights[2][kSlices * 2][4];        // [halves, 16 samples]: as a product has them, bfloat16
 
   __device__ __forceinline__ TailTile(const AddTailParams& p_, typename Traits::Shared& shared_)
       : Rows(p_, shared_.at), shared(shared_) {}
@@ -53,30 +59,73 @@ struct TailTile : TailRows<Traits> {
     return row * (kHeadDim * 2) + (chunk ^ row % 2 * 4) * 16;
   }
 
-  __device__ __forceinline__ void load_samples() const {
+  __device__ __forceinline__ void load_samples(int half) const {
     const int first = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
-    const uint32 to = shared_address(shared.rows[0]) + place(first, chunk);
+    const uint32 to = shared_address(shared.rows) + place(first, chunk);
+    const uint16* const* rows = at.samples + half * kTailHalf + first;
     const int dims = p.geometry.head_dim - chunk * 8;  // from this chunk on
     if constexpr (Traits::kAligned) {
-#pragma unroll
-      for (int r = 0; r < kTailSamples; r += kRowsAtOnce)
-        cp_async_16_or_zeros(to + r * (kHeadDim * 2), at.samples[first + r] + chunk * 8, dims > 0);
+#pragma unroll 1  // or its addresses take registers of the weights
+      for (int r = 0; r < kTailHalf; r += kRowsAtOnce)
+        cp_async_16_or_zeros(to + r * (kHeadDim * 2), rows[r] + chunk * 8, dims > 0);
       cp_async_commit();
     } else {
 #pragma unroll 1
-      for (int r = 0; r < kTailSamples; r += kRowsAtOnce)
-        store_shared_16(to + r * (kHeadDim * 2), load_unaligned(at.samples[first + r], chunk * 8, chunk * 8 + dims));
+      for (int r = 0; r < kTailHalf; r += kRowsAtOnce)
+        store_shared_16(to + r * (kHeadDim * 2), load_unaligned(rows[r], chunk * 8, chunk * 8 + dims));
     }
   }
-  // Rows `first` to first + kRows of it.
-  __device__ __forceinline__ void load_covariance(int first) const {
-    const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
-    const uint16* from = at.work.covariance + first * kHeadDim + threadIdx.x * 8;
-    const uint32 to = shared_address(shared.rows[kBuffers - 1]) + place(covariance_place(row), chunk);
+  // Rows d .. d + kTailSlice of it, behind the values.
+  __device__ __forceinline__ uint32 covariance() const { return shared_address(shared.rows + Traits::kOfValues); }
+  __device__ __forceinline__ void load_covariance(int d) const {
 #pragma unroll
-    for (int r = 0; r < Traits::kRows; r += kRowsAtOnce)
-      cp_async_16(to + covariance_place(r) * (kHeadDim * 2), from + r * kHeadDim);
+    for (int i = threadIdx.x; i < kTailSlice * kChunks; i += kThreads)
+      cp_async_16(covariance() + place(covariance_place(i / kChunks), i % kChunks),
+                  at.work.covariance + d * kHeadDim + i * 8);
     cp_async_commit();
+  }
+  // A row has 64 bytes. Pair 4 t + j of them stands as number 4 j + t, so that columns 2 t and 2 t + 1 of four products of 8
+  // columns are dimensions 8 t .. 8 t + 7 as covariance_place has them.
+  static __device__ __forceinline__ uint32 value_place(int row, int chunk) {
+    return row * (kTailSlice * 2) + (chunk ^ row / 2 % 4) * 16;
+  }
+  // Dimensions d .. d + kTailSlice of all samples' values.
+  __device__ __forceinline__ void load_values(int d) const {
+    const int dims = p.geometry.head_dim - d, first = threadIdx.x % 4 * 8;
+    const uint32 buffer = shared_address(shared.rows) + threadIdx.x % 4 * 4;
+    uint4 values[kValueRows];
+#pragma unroll
+    for (int i = 0; i < kValueRows; ++i) {
+      const uint16* row = at.values[i * kValueRowsAtOnce + threadIdx.x / 4] + d;
+      values[i] = Traits::kAligned ? load_16_or_zeros(row + first, first < dims) : load_unaligned(row, first, dims);
+    }
+#pragma unroll
+    for (int i = 0; i < kValueRows; ++i) {
+      const int row = i * kValueRowsAtOnce + threadIdx.x / 4;
+      const uint32 pairs[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) store_shared_4(buffer + value_place(row, j), Rows::as_bfloat16(pairs[j]));
+    }
+  }
+  // Those that this thread copies.
+  __device__ __forceinline__ bool values_are_finite() const {
+    bool finite = true;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kTailSamples * kChunks; i += kThreads) {
+      const uint16* row = at.values[i / kChunks];
+      const int first = i % kChunks * 8, dims = p.geometry.head_dim;
+      const uint4 x = Traits::kAligned ? load_16_or_zeros(row + first, first < dims) : load_unaligned(row, first, dims);
+      finite &= !(has_nonfinite<Element>(x.x) || has_nonfinite<Element>(x.y) || has_nonfinite<Element>(x.z) ||
+                  has_nonfinite<Element>(x.w));
+    }
+    return finite;
+  }
+  // Both, and waits for them.
+  __device__ __forceinline__ void load_slices(int d, bool values_too) const {
+    load_covariance(d);
+    if (values_too) load_values(d);
+    cp_async_wait<0>();
+    __syncthreads();
   }
   __device__ __forceinline__ void load_queries() {
     if constexpr (Traits::kAligned) {
@@ -90,9 +139,9 @@ struct TailTile : TailRows<Traits> {
         }
       }
     } else {
-      const uint32 buffer = shared_address(shared.rows[0]);
+      const uint32 buffer = shared_address(shared.rows);
 #pragma unroll 1
-      for (int i = threadIdx.x; i < kTailSamples * kChunks; i += kThreads) {
+      for (int i = threadIdx.x; i < kTailQueries * kChunks; i += kThreads) {
         const uint16* row = at.queries[i / kChunks];
         store_shared_16(buffer + place(i / kChunks, i % kChunks),
                         load_unaligned(row, i % kChunks * 8, row == nullptr ? 0 : p.geometry.head_dim));
@@ -112,10 +161,7 @@ struct TailTile : TailRows<Traits> {
   template <class Type>
   __device__ __forceinline__ void multiply(float (&acc)[kTiles][4], uint32 rows) const {
     const uint32 odd = lane / 4 % 2 * 64, halves[2] = {rows + odd, rows + 64 - odd};
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) acc[j][e] = 0.f;
+    clear(acc);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const uint32 low[4] = {q[0][g].x, q[1][g].x, q[0][g].y, q[1][g].y};
@@ -131,8 +177,77 @@ struct TailTile : TailRows<Traits> {
       }
     }
   }
-  __device__ __forceinline__ uint32 thread_rows(const uint16* buffer) const {
-    return shared_address(buffer) + lane / 4 * (kHeadDim * 2) + lane % 4 * 16;
+  // acc[16, kTailSlice] += weights of half of the samples times their values.
+  __device__ __forceinline__ void multiply_values(float (&acc)[kTiles][4], int half) const {
+    const uint32 buffer = shared_address(shared.rows) + half * (kTailHalf * kTailSlice * 2);
+#pragma unroll
+    for (int i = 0; i < kSlices * 2; ++i)
+#pragma unroll
+      for (int j = 0; j < kTiles; j += 2) {
+        uint32 b[4];
+        ldmatrix_x4_transposed(b, buffer + value_place(i * 16 + lane % 16, j + lane / 16));
+        Bfloat16::mma(acc[j], weights[half][i], b[0], b[1]);
+        Bfloat16::mma(acc[j + 1], weights[half][i], b[2], b[3]);
+      }
+  }
+  static __device__ __forceinline__ void clear(float (&acc)[kTiles][4]) {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[j][e] = 0.f;
+  }
+  __device__ __forceinline__ uint32 thread_rows(uint32 buffer) const {
+    return buffer + lane / 4 * (kHeadDim * 2) + lane % 4 * 16;
+  }
+
+  // Brings half of the samples, for which both halves have one place, and waits for it.
+  __device__ __forceinline__ void bring(int half, bool is_there) const {
+    if (!is_there) {
+      __syncthreads();
+      load_samples(half);
+    }
+    cp_async_wait<0>();
+    __syncthreads();
+  }
+  template <int kHalf>
+  __device__ __forceinline__ void add_half(SampleSums& sums) {
+    const TailScores scores = Rows::scores();
+    const int samples = tail_samples(at.work.left);
+    float x[kTiles][4], weight[kTiles][4];
+    const auto product = [&](int j, int h, int e) { return x[j][2 * h + e]; };
+#pragma unroll
+    for (int i = kSlices - 1; i >= 0; --i) {
+      multiply<Element>(x, thread_rows(shared_address(shared.rows)) + i * (kTailSlice * kHeadDim * 2));
+      if (kHalf == 0 && i == kSlices - 1) sums.template find_middle<kTiles>(product);
+      sums.one = i * kTailSlice < samples / 2 ? 1.f / static_cast<float>(samples * samples) : 0.f;
+      sums.template add<kTiles>(kHalf, i * kTailSlice, scores, product,
+                                [&](int j, int h, int e, float x) { weight[j][2 * h + e] = x; });
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          weights[kHalf][i * 2 + j / 2][j % 2 * 2 + h] = Bfloat16::pack(weight[j][2 * h], weight[j][2 * h + 1]);
+    }
+  }
+  __device__ __forceinline__ void find_sums(SampleSums& sums, bool first_is_there) {
+    sums.clear();
+    bring(0, first_is_there);
+    add_half<0>(sums);
+    sums.keep_even();
+    bring(1, false);
+    add_half<1>(sums);
+  }
+  __device__ __forceinline__ void find_top(SampleSums& sums) {
+    const TailScores scores = Rows::scores();
+    float x[kTiles][4];
+    sums.clear_top();
+#pragma unroll 1
+    for (int i = 0; i < 2 * kSlices; ++i) {
+      if (i % kSlices == 0) bring(i / kSlices, false);
+      multiply<Element>(x, thread_rows(shared_address(shared.rows)) + i % kSlices * (kTailSlice * kHeadDim * 2));
+      sums.template find_top<kTiles>(scores, [&](int j, int h, int e) { return x[j][2 * h + e]; });
+    }
+    sums.raise_base();
   }
 
   __device__ __forceinline__ void add() {
@@ -140,49 +255,84 @@ struct TailTile : TailRows<Traits> {
     __syncthreads();
     if (at.work.left <= 0) return;
     Rows::load_mean();
-    if constexpr (kBuffers == 2) load_covariance(0);
     Rows::find_rows();
     __syncthreads();
-    if constexpr (Traits::kAligned) load_samples();
     load_queries();
-    if constexpr (!Traits::kAligned) load_samples();  // in a place that queries are read from
+    load_samples(0);
     float lse[2];
     Rows::load_lse(lse);
     Rows::prefetch_outputs();
-    cp_async_wait<0>();
-    __syncthreads();
 
-    float x[kTiles][4], mass[2] = {}, tilt[2] = {};
-    const auto product = [&](int j, int h, int e) { return x[j][2 * h + e]; };
-    if (__shfl_sync(kFullWarp, threadIdx.x / 32, 0) * 16 < at.work.count) {
-      const uint32 rows = thread_rows(shared.rows[0]);
-      const auto multiply_samples = [&](int first) { multiply<Element>(x, rows + first * (kHeadDim * 2)); };
-      Rows::find_mass(lse, mass, tilt, multiply_samples, product,
-                      [](bool mine) { return __any_sync(kFullWarp, mine); });
+    SampleSums sums;
+    sums.base[0] = lse[0];
+    sums.base[1] = lse[1];
+    find_sums(sums, true);
+    if (__syncthreads_or(sums.overflow())) {  // seldom: sums in units of the largest weight
+      find_top(sums);
+      find_sums(sums, false);
     }
-    const bool adds = mass[0] > 0.f || mass[1] > 0.f;
-    if constexpr (kBuffers == 1) {
-      if (!__syncthreads_or(adds)) return;  // and everybody has read the samples
-    } else {
-      if (!__any_sync(kFullWarp, adds)) return;
-    }
+    SampleFindings found = sums.finish(at.work.left, tail_samples(at.work.left), p.scale, lse);
+    if (!moments_are_finite<kHeadDim>(at.mean_values)) found.mass[0] = found.mass[1] = 0.f;
+    if (!__syncthreads_or(found.mass[0] > 0.f || found.mass[1] > 0.f)) return;  // and everybody has read the samples
     to_bfloat16();
-    Rows::begin_outputs(mass, tilt);
-    const uint32 rows = thread_rows(shared.rows[kBuffers - 1]);
+    bool samples_count = __syncthreads_or(fmaxf(found.believed[0], found.alone[0]) > 0.f ||
+                                          fmaxf(found.believed[1], found.alone[1]) > 0.f);
+    if (samples_count) samples_count = __syncthreads_and(values_are_finite());
+    if (samples_count) {
+      load_slices(0, true);
+      believe(found);
+      __syncthreads();
+    }
+    Rows::begin_outputs(found.mass);
+    const float per_sample[2] = {__fdividef(1.f, found.weights[0]), __fdividef(1.f, found.weights[1])};
 #pragma unroll 1
     for (int d = 0; d < p.geometry.head_dim; d += kTailSlice) {
-      if (kBuffers == 1 && d % Traits::kRows == 0) {
-        if (d) __syncthreads();  // everybody has read those before
-        load_covariance(d);
-      }
       uint4 before[2];
       Rows::load_outputs(before, d);
-      if (kBuffers == 1 && d % Traits::kRows == 0) {
-        cp_async_wait<0>();
-        __syncthreads();
+      load_slices(d, samples_count);
+      float x[kTiles][4], sampled[kTiles][4];
+      multiply<Bfloat16>(x, thread_rows(covariance()));
+      clear(sampled);
+      if (samples_count) {
+        multiply_values(sampled, 0);
+        multiply_values(sampled, 1);
       }
-      multiply<Bfloat16>(x, rows + d % Traits::kRows * (kHeadDim * 2));
-      Rows::add_to_outputs(d, before, product);
+      const float* mean = at.mean_values + d + lane % 4 * 8;
+      Rows::add_to_outputs(d, before, [&](int j, int h, int e) {
+        const float regressed = fmaf(found.tilt[h] * p.scale, x[j][2 * h + e], mean[2 * j + e]);
+        if (!samples_count) return regressed;
+        const float value = fmaf(found.believed[h], sampled[j][2 * h + e] * per_sample[h] - regressed, regressed);
+        return fabsf(value) < infinity() ? value : regressed;  // a sum of finite values may be none
+      });
+      __syncthreads();  // everybody has read what the next slice takes the place of
+    }
+  }
+  // By how far both halves of the samples agree on the first slice.
+  __device__ __forceinline__ void believe(SampleFindings& found) const {
+    float x[kTiles][4], even[kTiles][4], odd[kTiles][4];
+    multiply<Bfloat16>(x, thread_rows(covariance()));
+    clear(even);
+    clear(odd);
+    multiply_values(even, 0);
+    multiply_values(odd, 1);
+    const float* mean = at.mean_values + lane % 4 * 8;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float per_even = __fdividef(1.f, found.even[h]);
+      const float per_odd = __fdividef(1.f, found.weights[h] - found.even[h]);
+      float agreed = 0.f, both = 0.f;
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float regressed = fmaf(found.tilt[h] * p.scale, x[j][2 * h + e], mean[2 * j + e]);
+          const float a = fmaf(even[j][2 * h + e], per_even, -regressed);
+          const float b = fmaf(odd[j][2 * h + e], per_odd, -regressed);
+          agreed = fmaf(a, b, agreed);
+          both = fmaf(a + b, a + b, both);
+        }
+      found.believed[h] *= SampleSums::agreement(SampleSums::of_quad(agreed), SampleSums::of_quad(both));
+      found.believed[h] = fmaxf(found.believed[h], found.alone[h]);
     }
   }
   __device__ __forceinline__ void to_bfloat16() {

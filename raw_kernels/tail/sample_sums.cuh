@@ -6,6 +6,7 @@
 namespace s2o {
 
 constexpr int kTailSamples = spec::kTailSamples;
+constexpr int kTailHalf = kTailSamples / 2;  // samples of even number, and those of odd
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kLargestSum = 1e12f;  // of weights, in units of what a row has found: their squares are finite
 constexpr float kLargestSize = 30.f;  // of one of them, in units of log2
@@ -21,28 +22,56 @@ struct TailScores {
   }
 };
 
-// Of two rows of which a thread has a quarter each, and the rest its neighbours, lanes 4 i .. 4 i + 3. Of samples number
+// What all samples say of two rows.
+struct SampleFindings {
+  float mass[2];      // of all unvisited candidates, as a multiple of what the row has found
+  float tilt[2];
+  float believed[2];  // of the samples' own values, if both halves of them agree
+  float alone[2];     // of them at least: one that carries the weight alone counts for itself
+  float weights[2], even[2];  // sums of them, and of those of even number
+};
+
+// Of two rows of which a thread has a quarter each, and the rest its neighbours, lanes 4 i .. 4 i + 3. Of a half's samples
 // 8 j + lane % 4 * 2 + e from any multiple of 8 on it has product(j, h, e) with row h.
 struct SampleSums {
   float base[2];      // log2 of what weights are multiples of
   float middle[2];    // some product in their midst, so that squares of distances from it are exact enough
   float weights[2], squares[2], weighted[2], mean[2], variance[2];
+  float even[2];      // weights of the first half
+  float top[2];       // the largest size
   bool too_large[2];  // weights, the first time
+  float one;          // 1 / samples^2
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) weights[h] = squares[h] = weighted[h] = mean[h] = variance[h] = 0.f;
+    for (int h = 0; h < 2; ++h) {
+      weights[h] = squares[h] = weighted[h] = mean[h] = variance[h] = 0.f;
+      top[h] = -infinity();
+    }
   }
   static __device__ __forceinline__ float of_quad(float x) {
     x += __shfl_xor_sync(kFullWarp, x, 1);
     return x + __shfl_xor_sync(kFullWarp, x, 2);
   }
-  // Of row h, of which this thread's samples are at most 2^size times what it has found: where they may be too many for
-  // a sum, they are counted in units of the largest.
-  __device__ __forceinline__ void set_base(int h, float found, float size) {
-    size = fmaxf(size, __shfl_xor_sync(kFullWarp, size, 1));
-    size = fmaxf(size, __shfl_xor_sync(kFullWarp, size, 2));
-    base[h] = found + (size > kLargestSize ? size : 0.f);
+  static __device__ __forceinline__ float within_one(float x) { return fminf(fmaxf(x, 0.f), 1.f); }
+  // How far two halves agree, by sums over elements of a b and of (a + b)^2; 0 where these are no numbers.
+  static __device__ __forceinline__ float agreement(float agreed, float both) {
+    return agreed > 0.f ? within_one(4.f * agreed / both) : 0.f;
+  }
+  static __device__ __forceinline__ float of_largest(float x) {
+    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
+    return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
+  }
+  // Counts all from now on in units of 2^other, and says what sums so far are multiplied with.
+  __device__ __forceinline__ float rebase(int h, float other) {
+    const float factor = exp2_approx(base[h] - other);
+    top[h] += base[h] - other;
+    base[h] = other;
+    weights[h] *= factor;
+    even[h] *= factor;
+    squares[h] *= factor * factor;
+    weighted[h] *= factor;
+    return factor;
   }
   // Of products with kTiles * 8 samples.
   template <int kTiles, class Product>
@@ -55,20 +84,24 @@ struct SampleSums {
       middle[h] = of_quad(sum) * (1.f / (kTiles * 8));
     }
   }
-  // Adds kTiles * 8 samples from number `first` on. Sample i stands for a share of (2 i + 1) / kTailSamples^2.
-  template <int kTiles, class Product>
-  __device__ __forceinline__ void add(int first, const TailScores& scores, const Product& product) {
-    constexpr float kOne = 1.f / (kTailSamples * kTailSamples);
-    const float first_share = static_cast<float>(2 * first + static_cast<int>(threadIdx.x) % 4 * 4 + 1) * kOne;
+  // Adds kTiles * 8 samples of a half, from its number `first` on. Number i of half `half` is sample 2 i + half; sample n
+  // stands for a share of (2 n + 1) / samples^2. keep(j, h, e, weight) takes its weight.
+  template <int kTiles, class Product, class Keep>
+  __device__ __forceinline__ void add(int half, int first, const TailScores& scores, const Product& product,
+                                      const Keep& keep) {
+    float first_share = static_cast<float>(4 * first + 2 * half + static_cast<int>(threadIdx.x) % 4 * 8 + 1) * one;
+    asm volatile("" : "+f"(first_share));  // or all shares, worked out once, are kept for where they come again
 #pragma unroll
     for (int j = 0; j < kTiles; ++j)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float share = first_share + (16 * j + 2 * e) * kOne;
+        const float share = fmaf(32 * j + 4 * e, one, first_share);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float x = product(j, h, e), off = x - middle[h], part = share * off;
-          const float weight = share * exp2_approx(scores.size(x, base[h]));
+          const float size = scores.size(x, base[h]), weight = share * exp2_approx(size);
+          top[h] = fmaxf(top[h], size);
+          keep(j, h, e, weight);
           weights[h] += weight;
           squares[h] = fmaf(weight, weight, squares[h]);
           weighted[h] = fmaf(weight, off, weighted[h]);
@@ -97,27 +130,44 @@ struct SampleSums {
   __device__ __forceinline__ void raise_base() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float most = fmaxf(weights[h], __shfl_xor_sync(kFullWarp, weights[h], 1));
-      most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
+      const float most = of_largest(weights[h]);
       if (too_large[h]) base[h] += fmaxf(most, 0.f);  // others keep their bits
     }
   }
-  // Of all samples, which stand for `left` candidates: their mass as a multiple of what the row has found, whose log2 is
-  // `found`, and tilt; mass 0 where one is not finite, or some sample weighs more than 2^kTailReach times that.
-  __device__ __forceinline__ void finish(int left, float scale, const float (&found)[2], float (&mass)[2],
-                                         float (&tilt)[2]) const {
+  __device__ __forceinline__ void keep_even() {
+    even[0] = weights[0];
+    even[1] = weights[1];
+  }
+  // Of all `samples`, which stand for `left` candidates, of a row whose log2 of what it has found is `found`. Mass 0 where
+  // something is not finite, or some sample weighs more than 2^kTailReach times that.
+  __device__ __forceinline__ SampleFindings finish(int left, int samples, float scale, const float (&found)[2]) const {
+    SampleFindings y;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float sum = of_quad(weights[h]), mean_off = of_quad(mean[h]);
+      const float sum = of_quad(weights[h]), mean_off = of_quad(mean[h]), of_even = of_quad(even[h]);
       const float spread = of_quad(variance[h]) - mean_off * mean_off;
       const float moved = __fdividef(of_quad(weighted[h]), sum) - mean_off;
       const float carrying = __fdividef(sum * sum, of_quad(squares[h]));  // samples, by how evenly weights are spread
       const float above = base[h] - found[h];  // of the largest sample, where weights were too large; else 0
-      mass[h] = __fdividef(sum * exp2_approx(above) * left * carrying, carrying + spec::kTailDoubt);
-      tilt[h] = spread > 0.f ? fminf(fmaxf(__fdividef(moved, scale * spread), 0.f), 1.f) : 0.f;
+      float mass = __fdividef(sum * exp2_approx(above) * left * carrying, carrying + spec::kTailDoubt);
+      // One that carries it alone and weighs much of what the row has found is no sample of others, but a key that comes
+      // too late: it counts for itself.
+      const float largest = exp2_approx(of_largest(top[h]) + above);
+      y.alone[h] = within_one(largest * spec::kTailTrifleParts - 1.f) * within_one(2.f - carrying);
+      if (y.alone[h] > 0.f) mass = fmaf(y.alone[h], largest, (1.f - y.alone[h]) * mass);
+      const float tilt = spread > 0.f ? fminf(fmaxf(__fdividef(moved, scale * spread), 0.f), 1.f) : 0.f;
       const bool is_near = fabsf(found[h]) < infinity() && above <= spec::kTailReach;
-      if (!is_near || !(mass[h] < infinity()) || !(tilt[h] <= 1.f)) mass[h] = 0.f;
+      if (!is_near || !(mass < infinity()) || !(tilt <= 1.f)) mass = 0.f;
+      y.mass[h] = mass;
+      y.tilt[h] = tilt;
+      const float learnt = fmaxf(1.f - __fdividef(carrying * 4.f, 3.f * samples), 0.f);
+      const float lighter = __fdividef(fminf(of_even, sum - of_even), sum);
+      y.believed[h] = learnt * within_one(mass * spec::kTailTrifleParts - 1.f) *
+                      within_one(lighter * spec::kTailHalfParts - 1.f);
+      y.weights[h] = sum;
+      y.even[h] = of_even;
     }
+    return y;
   }
 };
 

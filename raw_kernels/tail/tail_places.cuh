@@ -22,9 +22,15 @@ __device__ __forceinline__ bool moments_are_finite(const float* mean_values) {
   return __all_sync(kFullWarp, finite);
 }
 
-// Sample i stands at the square of (i + 1/2) / kTailSamples of the way through the unvisited candidates.
-__device__ __forceinline__ int sample_place(int i, int left) {
-  return static_cast<int>(static_cast<int64>((2 * i + 1) * (2 * i + 1)) * left / (4 * kTailSamples * kTailSamples));
+// How many of `left` unvisited candidates are sampled.
+__device__ __forceinline__ int tail_samples(int left) {
+  return left < spec::kTailFew ? kTailSamples / 2 : kTailSamples;
+}
+// Of `samples` number n stands at the square of (n + 1/2) / samples of the way through the candidates. n is below that.
+__device__ __forceinline__ int sample_place(int n, int samples, int left) {
+  constexpr int64 kMost = 4 * kTailSamples * kTailSamples;
+  const int64 square = static_cast<int64>((2 * n + 1) * (2 * n + 1)) * left;
+  return static_cast<int>(samples == kTailSamples ? square / kMost : square / (kMost / 4));
 }
 
 }  // namespace s2o

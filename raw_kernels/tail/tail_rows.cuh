@@ -1,4 +1,4 @@
-// The rows of a q tile and of its samples, what they weigh, and outputs with that, as add_tail.cu has them.
+// The rows of a q tile and of its samples, and outputs, as add_tail.cu has them.
 #pragma once
 #include "common/keep_finite.cuh"
 #include "common/rows.cuh"
@@ -7,11 +7,14 @@
 namespace s2o {
 
 constexpr int kTailSlice = 32;           // samples, or dimensions of values, at a time
+constexpr int kTailQueries = 128;        // of a block
+static_assert(kTailSlice == spec::kTailEvidence, "the first slice says how far samples are to be believed");
 constexpr float kLargestFactor = 1e38f;  // of a product
 
 struct AddTailParams {
   Tensor<const uint16> q;    // [batch, heads, seqlen_q, head_dim]
   Tensor<const uint16> k;    // [batch, kv_heads, seqlen_k, head_dim], or [pages, kv_heads, page_size, head_dim]
+  Tensor<const uint16> v;    // like k
   Tensor<uint16> out;        // like q
   float* lse;                // [batch * heads, seqlen_q]
   const int* q_order;        // [batch * heads, segments, segment]
@@ -33,7 +36,7 @@ struct AddTailParams {
 // What a block has to do, worked out by one warp: a dozen integer divisions.
 struct TailWork {
   const int *q_order, *k_order;  // of its queries, of the candidates from the first unvisited one's unit on
-  const uint16 *q, *k;           // of its head
+  const uint16 *q, *k, *v;       // of its head
   uint16* out;
   float* lse;
   const float* mean_value;       // [kHeadDim]
@@ -45,10 +48,11 @@ struct TailWork {
 // Of a block's shared memory, beside what it multiplies.
 template <int kHeadDim>
 struct TailRowsShared {
-  const uint16* samples[kTailSamples];  // their rows
-  const uint16* queries[kTailSamples];  // likewise; null where there is none
-  uint16* outputs[kTailSamples];        // of queries
-  float* lse[kTailSamples];
+  const uint16* samples[kTailSamples];  // their rows of keys, those of the second half behind the first's
+  const uint16* values[kTailSamples];   // and of values
+  const uint16* queries[kTailQueries];  // likewise; null where there is none
+  uint16* outputs[kTailQueries];        // of queries
+  float* lse[kTailQueries];
   float mean_values[kHeadDim];
   TailWork work;
 };
@@ -67,7 +71,7 @@ struct TailRows {
   const AddTailParams& p;
   TailRowsShared<kHeadDim>& at;
   const int lane;
-  float added[2], slope[2];  // of what is new, its share and how steep it is
+  float added[2];            // share of what is new
   uint16* out[2];            // from this thread's first dimension on that is still to do
 
   __device__ __forceinline__ TailRows(const AddTailParams& p_, TailRowsShared<kHeadDim>& at_)
@@ -89,6 +93,7 @@ struct TailRows {
     work.k_order = p.k_order + p.chunk.place(tile.head, tile.segment);
     work.q = p.q.at(batch, head);
     work.k = head_rows<Traits::kPaged>(p.k, batch, kv_head);
+    work.v = head_rows<Traits::kPaged>(p.v, batch, kv_head);
     work.out = p.out.at(batch, head);
     work.lse = p.lse + static_cast<int64>(tile.head) * g.seqlen_q;
     work.mean_value = p.mean_values + moments * kHeadDim;
@@ -100,25 +105,28 @@ struct TailRows {
     work.batch = batch;
   }
 
-  // Half of the block finds queries, half samples.
+  // A sample a thread, of even number first; half of the block finds queries too. Where there are fewer samples they come
+  // again, and count for nothing then.
   __device__ __forceinline__ void find_rows() const {
     const TailWork& work = at.work;
-    const int i = threadIdx.x % kTailSamples;
-    if (threadIdx.x >= kTailSamples) {
+    const int i = threadIdx.x;
+    if (i < kTailQueries) {
       const bool present = i < work.count;
       const int position = present ? work.begin + work.q_order[i] : 0;
       at.queries[i] = present ? work.q + position * p.q.row : nullptr;
       at.outputs[i] = work.out + position * p.out.row;
       at.lse[i] = work.lse + position;
-      return;
     }
     const Geometry& g = p.geometry;
-    const int candidate = work.visited + sample_place(i, work.left);
+    const int samples = tail_samples(work.left), number = i % kTailHalf % (samples / 2) * 2 + i / kTailHalf;
+    const int candidate = work.visited + sample_place(number, samples, work.left);
     const int key = (work.k_order[candidate >> g.unit_shift] << g.unit_shift) + (candidate & g.unit_mask());
     if constexpr (Traits::kPaged) {
       at.samples[i] = work.k + PagedRows{p.k, p.pages, work.batch, 0}.offset(key);
+      at.values[i] = work.v + PagedRows{p.v, p.pages, work.batch, 0}.offset(key);
     } else {
       at.samples[i] = work.k + key * p.k.row;
+      at.values[i] = work.v + key * p.v.row;
     }
   }
 
@@ -149,49 +157,17 @@ struct TailRows {
     }
   }
 
-  // From the rows' lse: mass as a multiple of what the row has found, and tilt; mass 0 where one is not finite.
-  //   multiply(first): products with samples from number `first` on; any(x): whether x is true in some row of those that
-  //   are multiplied together
-  template <class Multiply, class Product, class Any>
-  __device__ __forceinline__ void find_mass(const float (&lse)[2], float (&mass)[2], float (&tilt)[2],
-                                            const Multiply& multiply, const Product& product, const Any& any) const {
-    TailScores scores{p.scale * kLog2E, 1.f};
-    if constexpr (spec::kSoftcap)
-      scores = {p.softcap * kLog2E, fminf(fmaxf(p.scale / p.softcap, -kLargestFactor), kLargestFactor)};
-    SampleSums sums;
-    sums.base[0] = lse[0];
-    sums.base[1] = lse[1];
-    const auto find_sums = [&] {
-      sums.clear();
-#pragma unroll 1
-      for (int first = kTailSamples - kTailSlice; first >= 0; first -= kTailSlice) {
-        multiply(first);
-        if (first == kTailSamples - kTailSlice) sums.template find_middle<kTiles>(product);
-        sums.template add<kTiles>(first, scores, product);
-      }
-    };
-    find_sums();
-    if (any(sums.overflow())) {  // seldom: sums in units of the largest weight
-      sums.clear_top();
-#pragma unroll 1
-      for (int first = kTailSamples - kTailSlice; first >= 0; first -= kTailSlice) {
-        multiply(first);
-        sums.template find_top<kTiles>(scores, product);
-      }
-      sums.raise_base();
-      find_sums();
-    }
-    sums.finish(at.work.left, p.scale, lse, mass, tilt);
-    if (!moments_are_finite<kHeadDim>(at.mean_values)) mass[0] = mass[1] = 0.f;
+  __device__ __forceinline__ TailScores scores() const {
+    if constexpr (!spec::kSoftcap) return {p.scale * kLog2E, 1.f};
+    return {p.softcap * kLog2E, fminf(fmaxf(p.scale / p.softcap, -kLargestFactor), kLargestFactor)};
   }
 
   // From here on outputs change.
-  __device__ __forceinline__ void begin_outputs(const float (&mass)[2], const float (&tilt)[2]) {
+  __device__ __forceinline__ void begin_outputs(const float (&mass)[2]) {
     const int row = row_of_tile();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       added[h] = __fdividef(mass[h], 1.f + mass[h]);
-      slope[h] = tilt[h] * p.scale;
       out[h] = at.outputs[row + 8 * h] + lane % 4 * 8;
       asm volatile("" : "+l"(out[h]));  // one address, not the terms of a sum
       if (mass[h] > 0.f && lane % 4 == 0) *at.lse[row + 8 * h] += log1pf(mass[h]);
@@ -204,10 +180,9 @@ struct TailRows {
 #pragma unroll
     for (int h = 0; h < 2; ++h) before[h] = load_output(out[h], added[h] > 0.f ? dims_from(d) : 0);
   }
-  // Dimensions d to d + kTailSlice, in the order of covariance_place.
-  template <class Product>
-  __device__ __forceinline__ void add_to_outputs(int d, const uint4 (&before)[2], const Product& product) {
-    const float* mean = at.mean_values + d + lane % 4 * 8;
+  // Dimensions of the next kTailSlice, in the order of covariance_place: value(j, h, e) is what is added.
+  template <class Value>
+  __device__ __forceinline__ void add_to_outputs(int d, const uint4 (&before)[2], const Value& value) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (added[h] > 0.f) {
@@ -217,9 +192,8 @@ struct TailRows {
 #pragma unroll
         for (int j = 0; j < kTiles; ++j)
           // What is finite stays so, though a value to first order may be larger than any that it stands for.
-          sums[j] = pack_finite<Element>(
-              Element::low(pairs[j]) * kept + added[h] * (mean[2 * j] + slope[h] * product(j, h, 0)),
-              Element::high(pairs[j]) * kept + added[h] * (mean[2 * j + 1] + slope[h] * product(j, h, 1)));
+          sums[j] = pack_finite<Element>(Element::low(pairs[j]) * kept + added[h] * value(j, h, 0),
+                                         Element::high(pairs[j]) * kept + added[h] * value(j, h, 1));
         store_output(out[h], dims_from(d), sums);
       }
       out[h] += kTailSlice;

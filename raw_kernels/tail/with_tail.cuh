@@ -17,6 +17,11 @@ struct WithTail : Traits {
   struct Shared : Traits::Shared {
     // Of the q tile's moments. The producer writes them again once all warps have voted on a later q tile.
     float mean_values[Traits::kHeadDim];
+    // Barrier: outputs of pass 1 have been read, in whose place threads copy samples. v_empty says so as well; here each
+    // reader arrives, as race detectors follow.
+    uint64 outputs_read;
+    // Each thread's first sums of the values of samples of even number: registers have no room for them.
+    float even[spec::kTailEvidence / 2][Traits::kConsumerThreads];
   };
 };
 template <class Traits>

@@ -57,7 +57,7 @@ class KnownCall:
         except RuntimeError:  # a tensor that stands for others has none
             return None
         if out is None:
-            out = framework.output_like(batch.shape_q, batch.whole.dtype, q, host=False).native
+            out = framework.new_like(batch.shape_q, batch.whole.dtype, q)
             arrays = of_q, of_k, of_v, framework.pointer(out)
         else:
             arrays = of_q, of_k, of_v, framework.pointer(out)
@@ -70,7 +70,7 @@ class KnownCall:
             layout = on_gpu.layout_of(batch, self.form_of_out, aligned, None)
             prepared = self.prepared[aligned] = pipeline.prepared(batch.whole, batch.config, layout)
         at = Addresses(*arrays, lse=0 if lse is None else address(lse))
-        prepared.run(at, framework.stream(), framework.memory(q) or pipeline.allocate)
+        prepared.run(at, framework.stream(self.ordinal), framework.memory(q) or pipeline.allocate)
         return out if lse is None else (out, lse)
 
     def _is_apart(self, arrays: tuple[int, ...]) -> bool:

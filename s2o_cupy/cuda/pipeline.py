@@ -196,10 +196,11 @@ class Prepared:
         self.own: list[tuple[str, str]] = [(name, name) for name in ("taus", "lse", "visited") if name in places]
         if layout.is_fp8:
             self.own += zip(("k", "v"), COLLECTED, strict=True)
-        # The launches that take tensor maps, and the bases of the arrays that these are of.
-        self.mapped = [(i, {x.base for x in step.maps if x}) for i, step in enumerate(steps) if step.maps]
+        # The launches that take tensor maps, and where the arrays that these are of stand in BASES.
+        of_maps = [(i, {BASES.index(x.base) for x in step.maps if x}) for i, step in enumerate(steps) if step.maps]
+        self.mapped = [(i, sorted(places)) for i, places in of_maps]
         assert [i for i, _ in self.mapped] == [i for i, x in enumerate(steps) if x.kernel.family.params.map_bytes]
-        self.map_addresses: dict[str, int] = {}
+        self._mapped_at: tuple[int, ...] = ()  # the addresses, as of BASES, that maps have
         self.replays = len(steps) > GRAPH_LAUNCHES
         self._pointed: tuple[Any, ...] = ()  # the addresses that parameters and maps have
 
@@ -255,20 +256,20 @@ class Prepared:
         self._pointed = ()  # until all is written: a map may be refused
         places = self.workspace.places
         own = {name: address + places[place].offset for name, place in self.own if not getattr(at, name)}
-        bases = at._replace(**own) if own else at
-        self.program.point_to((*bases, address))
+        addresses = (*(at._replace(**own) if own else at), address)
+        self.program.point_to(addresses)
         if self.mapped:
-            self._write_maps({**bases._asdict(), "workspace": address})
+            self._write_maps(addresses)
         self._pointed = at, address
 
-    def _write_maps(self, addresses: dict[str, int]) -> None:
-        """Write the tensor maps of arrays that have moved. ``addresses``: by base."""
-        before, self.map_addresses = self.map_addresses, {}  # until all is written
-        moved = {name for name, x in addresses.items() if before.get(name) != x}
-        for i, bases in self.mapped:
-            if bases & moved:
-                self.program.map_words(i)[:] = encoded(self.program.launches[i].maps, addresses)
-        self.map_addresses = addresses
+    def _write_maps(self, addresses: tuple[int, ...]) -> None:
+        """Write the tensor maps of arrays that have moved. ``addresses``: as of BASES."""
+        before, self._mapped_at = self._mapped_at, ()  # until all is written
+        for i, places in self.mapped:
+            if not before or any(addresses[j] != before[j] for j in places):
+                by_base = dict(zip(BASES, addresses, strict=True))
+                self.program.map_words(i)[:] = encoded(self.program.launches[i].maps, by_base)
+        self._mapped_at = addresses
 
     def _run_observed(self, address: int, keeper: Any, stream: int, observe: Observer) -> None:
         # The device, as a call that needs no memory has no address that tells it.

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..problem import GPU_BLOCK_M, Problem
-from ..spec import TAIL_SAMPLES, Geometry, Pass
+from ..spec import TAIL_EVIDENCE, TAIL_SAMPLES, Geometry, Pass
 from .device import DeviceLimits
 from .kernels import BOX_COLUMNS, Family, Inputs, Kernel, Path, box_keys, padded_head_dim
 from .rounds import STEP
@@ -245,10 +245,12 @@ class _Hopper(Path):
         return replace(pass2, family=_BOXES_SM90.get(pass2.family, pass2.family))
 
     def with_tail(self, pass2: Kernel) -> Kernel | None:
-        """Of tiles of 128: a tile of keys is then as large as a sample."""
-        if pass2.family is not PASS2_SM90 or hopper_block_n(pass2.head_dim) != TAIL_SAMPLES:
+        """Of tiles of 128: a tile of keys is then as large as half of a sample."""
+        if pass2.family is not PASS2_SM90 or hopper_block_n(pass2.head_dim) != TAIL_SAMPLES // 2:
             return None
-        return replace(pass2, family=PASS2_TAIL_SM90, shared_bytes=pass2.shared_bytes + pass2.head_dim * 4)
+        even = TAIL_EVIDENCE // 2 * 2 * 128 * 4  # float32 of two warpgroups
+        shared = pass2.shared_bytes + pass2.head_dim * 4 + 8 + even
+        return replace(pass2, family=PASS2_TAIL_SM90, shared_bytes=shared)
 
     def laddered(self, pass2: Kernel) -> Kernel:
         return replace(pass2, family=_LADDER_SM90[pass2.family])

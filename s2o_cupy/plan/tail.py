@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..spec import TAIL_SAMPLES, moment_group, moment_keys
+from ..spec import TAIL_EVIDENCE, TAIL_SAMPLES, moment_group, moment_keys
 from .build import Array, Builder, Launch
 from .device import DeviceLimits
 from .kernels import Family, Inputs, Kernel
@@ -20,6 +20,7 @@ __all__ = ["Tail", "catalogue"]
 MOMENT_ROWS = 8  # of covariances, that a block of key_moments finds (KeyMomentTraits::kRows)
 PARTS_BYTES = 64 << 20  # sums of parts take up to so many at a time
 MOMENT_STEP = 64  # keys of a step of part_moments (kMomentStep)
+TAIL_QUERIES = 128  # of a block of add_tail (kTailQueries)
 PART_MOMENTS = Family(
     "part_moments", "tail/part_moments.cu", "PartMomentsParams", 256, "({head_dim} > 128 ? 1 : 2)",
     "MomentTraits<{element}, {head_dim}, {paged}>", knows_segments=False,
@@ -29,8 +30,7 @@ KEY_MOMENTS = Family(
     knows_segments=False,
 )  # fmt: skip
 ADD_TAIL = Family(
-    "add_tail", "tail/add_tail.cu", "AddTailParams", 256, "({head_dim} > 128 ? 1 : 2)",
-    "TailTraits<{element}, {head_dim}, {stages}, {aligned}, {paged}>",
+    "add_tail", "tail/add_tail.cu", "AddTailParams", 256, 1, "TailTraits<{element}, {head_dim}, {aligned}, {paged}>",
 )  # fmt: skip
 
 
@@ -49,30 +49,23 @@ def key_moments(inputs: Inputs) -> Kernel:
     return Kernel(KEY_MOMENTS, head_dim=inputs.head_dim)
 
 
-def tail_shared(head_dim: int, rows: int) -> int:
-    """sizeof(TailTraits::Shared), with so many rows of samples and covariances."""
-    pointers, work = 4 * 8, 8 * 8 + 6 * 4
-    return rows * head_dim * 2 + TAIL_SAMPLES * pointers + head_dim * 4 + work
+def tail_shared(head_dim: int) -> int:
+    """sizeof(TailTraits::Shared)."""
+    of_keys, of_slices = TAIL_SAMPLES // 2 * head_dim, (TAIL_SAMPLES + head_dim) * TAIL_EVIDENCE
+    pointers, work = 2 * TAIL_SAMPLES + 3 * TAIL_QUERIES, 9 * 8 + 6 * 4
+    return max(of_keys, of_slices) * 2 + pointers * 8 + head_dim * 4 + work
 
 
-def buffers_for(head_dim: int, limits: DeviceLimits) -> int:
-    """2, so that samples and covariances are on their way together, where a multiprocessor holds two such blocks."""
-    reserved = 1024  # of each block, by the driver
-    fits = 2 * (tail_shared(head_dim, 2 * TAIL_SAMPLES) + reserved) <= limits.shared_per_multiprocessor
-    return 2 if head_dim <= TAIL_SAMPLES and fits else 1
-
-
-def add_tail(inputs: Inputs, limits: DeviceLimits) -> Kernel:
-    buffers = buffers_for(inputs.head_dim, limits)
+def add_tail(inputs: Inputs) -> Kernel:
     return Kernel(
-        ADD_TAIL, inputs.dtype, inputs.head_dim, inputs.aligned, stages=buffers, softcap=inputs.softcap,
-        paged=inputs.paged, shared_bytes=tail_shared(inputs.head_dim, buffers * TAIL_SAMPLES),
+        ADD_TAIL, inputs.dtype, inputs.head_dim, inputs.aligned, softcap=inputs.softcap, paged=inputs.paged,
+        shared_bytes=tail_shared(inputs.head_dim),
     )  # fmt: skip
 
 
 def catalogue(inputs: Inputs, limits: DeviceLimits) -> tuple[Kernel, ...]:
     """What calls with such inputs may choose."""
-    return part_moments(inputs), key_moments(inputs), add_tail(inputs, limits)
+    return part_moments(inputs), key_moments(inputs), add_tail(inputs)
 
 
 class Tail:
@@ -83,7 +76,7 @@ class Tail:
         self.part_moments, self.key_moments = part_moments(setting.inputs), key_moments(setting.inputs)
         pass2 = setting.path.pass2(setting.inputs, setting.limits, setting.config.block_m)
         self.in_pass2 = setting.path.with_tail(pass2)  # what adds it; None: add_tail does
-        self.add_tail = add_tail(setting.inputs, setting.limits)
+        self.add_tail = add_tail(setting.inputs)
         geometry = setting.geometry
         self.first_group = geometry.moment_group(0)  # groups ascend with segments
         last_group = geometry.moment_group(geometry.segments - 1)
@@ -145,7 +138,7 @@ class Tail:
             return []
         s = self.setting
         tiles = s.geometry.block_count(s.config.block_m)
-        values: dict[str, Any] = {name: build.tensors[name] for name in ("q", "k", "out")}
+        values: dict[str, Any] = {name: build.tensors[name] for name in ("q", "k", "v", "out")}
         values |= {
             "chunk": build.chunk(chunk),
             "heads": s.problem.heads,

@@ -209,7 +209,7 @@ class S2O:
         return found + self.order.before_rounds(build)
 
     def before_pass2(self, build: Builder, chunk: Chunk) -> list[Launch]:
-        problem = self.setting.problem
+        problem, geometry = self.setting.problem, self.setting.geometry
         values: dict[str, Any] = {
             "q": build.tensors["q"],
             "aligned": self.setting.inputs.aligned,
@@ -220,6 +220,7 @@ class S2O:
             "kv_heads": problem.kv_heads,
             "pooled_queries": self.setting.config.pooled_queries,
             "run": self.setting.config.run,
+            "near_keys": self.setting.config.near_keys if geometry.is_causal else 0,
             "unit_parts": 1,
             "row_blocks": 0,
             "key_blocks": 0,

@@ -19,7 +19,7 @@ from .config import (
 )
 from .constants import *  # noqa: F403
 from .fields import checked_int, names_its_fields
-from .geometry import Geometry, moment_group, moment_keys, moment_place, moment_samples
+from .geometry import Geometry, moment_group, moment_keys, moment_place, moment_samples, tail_samples
 
 __all__ = [
     "DEFAULT_UNIT",
@@ -39,5 +39,6 @@ __all__ = [
     "moment_samples",
     "names_its_fields",
     "not_a_config",
+    "tail_samples",
     "tau_text",
 ]

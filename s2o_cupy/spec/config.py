@@ -21,6 +21,7 @@ from .constants import (
     LONG_FROM,
     MAX_SEGMENT,
     MOST_WEIGHED,
+    NEAR_KEYS,
     PATHS,
     TAILS,
     UNITS,
@@ -186,7 +187,8 @@ class S2OConfig:
         0: never. The reference on the CPU ignores it.
     tail : {"none", "first_order"}, optional
         What the candidates count for that a tile of queries did not visit: "none" (the paper), nothing;
-        "first_order", as much as a sample of them says, at their mean value and what it changes by with the score.
+        "first_order", as much as a sample of them says, at their mean value and what it changes by with the score, and
+        at the sample's own values as far as its halves agree.
         Default: "first_order" with ``rank="query"`` and no error, else "none". What is sampled speaks for the rest only
         where the order has found what single queries look for.
     dense_last : int, optional
@@ -353,10 +355,20 @@ class S2OConfig:
         return self.tau is not None and not any(self.tau if isinstance(self.tau, tuple) else (self.tau,))
 
     @property
+    def _wants_tail(self) -> bool:
+        by_default = self.rank == "query" and self.error is None
+        return by_default if self.tail is None else self.tail != "none"
+
+    @property
     def adds_tail(self) -> bool:
         """Whether unvisited candidates count. At tau 0 there are none."""
-        by_default = self.rank == "query" and self.error is None
-        return (by_default if self.tail is None else self.tail != "none") and not self.never_stops
+        return self._wants_tail and not self.never_stops
+
+    @property
+    def near_keys(self) -> int:
+        """How many keys right before a causal segment come first in its order: those of heads whose tau is 0, too, as
+        what a head yields depends on no other."""
+        return NEAR_KEYS if self.rank == "query" and self._wants_tail else 0
 
     @property
     def has_least_keys(self) -> bool:

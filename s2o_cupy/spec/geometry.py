@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .constants import CENTRE_KEYS, DRAW_STEP, GRAIN_KEYS, MOMENT_KEYS
+from .constants import CENTRE_KEYS, DRAW_STEP, GRAIN_KEYS, MOMENT_KEYS, TAIL_FEW, TAIL_SAMPLES
 
-__all__ = ["Geometry", "moment_group", "moment_keys", "moment_place", "moment_samples"]
+__all__ = ["Geometry", "moment_group", "moment_keys", "moment_place", "moment_samples", "tail_samples"]
 
 
 def moment_group(keys: int) -> int:
@@ -36,6 +36,11 @@ def moment_place(sample: int) -> tuple[int, int]:
     if shift == 0:
         return sample, 1
     return ((MOMENT_KEYS + i) << shift) + ((i * DRAW_STEP % 2**32 << shift) >> 32), 1 << shift
+
+
+def tail_samples(left: int) -> int:
+    """How many of ``left`` unvisited candidates are sampled. The same is in raw_kernels/tail/tail_places.cuh."""
+    return TAIL_SAMPLES // 2 if left < TAIL_FEW else TAIL_SAMPLES
 
 
 @dataclass(frozen=True)

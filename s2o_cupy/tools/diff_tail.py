@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..problem import Problem
-from ..spec import S2OConfig
+from ..spec import TAIL_TRIFLE, S2OConfig
 from .diff_stages import GpuStages
 
 __all__ = ["with_tail"]
@@ -47,15 +47,22 @@ def with_tail(
                 queries = stages.q_order[b, h, n, tile * block_m : min((tile + 1) * block_m, last - first)]
                 at = (b, h, first + queries)
                 rows, start = q[at], (lse[at], np.ones(len(at[2])), o[at])
-                m, mass, acc = tail.add_tail(rows, start, keys, kh, moments, scale, softcap)
+                m, mass, acc = tail.add_tail(rows, start, keys, kh, vh, moments, scale, softcap)
                 # A weight is off by what its score is, and exp2's error; the mass by a few times that.
                 relative = 6 * (np.expm1(2 * reach[at]) + 2.0**-18)  # [M]
-                t = rows @ kh[keys[tail.sample_places(len(keys))]].T * scale
+                samples = keys[tail.sample_places(len(keys))]
+                t = rows @ kh[samples].T * scale
                 spread = np.sqrt(tail.sample_variance(t))
                 tilt_off = relative + 8 * np.divide(reach[at], spread, where=spread > 0, out=np.zeros_like(spread))
                 # Covariances and queries are rounded to bfloat16, and a first-order value is at most that of tilt 1.
                 slope = scale * np.abs(rows) @ np.abs(moments.covariance).T  # [M, D]
                 value_off = slope * (2.0**-7 + np.minimum(tilt_off, 1)[:, None])
+                found = tail.tail_weights(t, start[0], len(keys), softcap)
+                regressed = moments.mean_value + found.tilt[:, None] * (rows * scale @ moments.covariance.T)
+                values = tail.tail_values(found, vh[samples], regressed)
+                value_off += _values_off(found, values, np.abs(vh[samples]), relative, value_off, regressed)
+                of_both = (found.of_all + found.largest) / np.where(found.mass > 0, found.mass, 1)
+                relative = relative + _alone_off(found, relative) * of_both
                 share = (mass - 1) / mass  # [M]
                 o[at], lse[at] = acc / mass[:, None], m + np.log(mass)
                 size = np.abs(o[at]) + np.abs(start[2]) + np.abs(moments.mean_value) + slope
@@ -64,3 +71,35 @@ def with_tail(
                 allowed_o[at] = unit * np.abs(o[at]) + start_off + tail_off
                 allowed_lse[at] = share * relative
     return o, lse, allowed_o, allowed_lse
+
+
+def _alone_off(found: Any, relative: Array) -> Array:
+    """What `alone` = (64 x - 1) (2 - c) may be off by [M]: x by ``relative``, and c by four times that."""
+    is_near = (found.largest > 0.98 * TAIL_TRIFLE) & (found.carrying < 2.02)
+    return np.where(is_near, np.minimum(12 * relative, 1), 0)
+
+
+def _values_off(
+    found: Any, values: Any, size: Array, relative: Array, regressed_off: Array, regressed: Array
+) -> Array:
+    """What values between samples' and a regression's may be off by [M, D], beside the regression: ``size``
+    [samples, D] of the samples' values, ``relative`` [M] error of their weights."""
+
+    def mean_off(weight: Array, of: Array) -> Array:  # weights and values are rounded to 16 bits, to bfloat16 at worst
+        mean = np.nan_to_num(weight @ of) / np.maximum(weight.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
+        return (relative[:, None] + 2.0**-7) * mean
+
+    norm = lambda x: np.linalg.norm(np.nan_to_num(x), axis=1)  # noqa: E731
+    even, odd = values.halves
+    elements = even.shape[1]
+    halves_off = [
+        norm(mean_off(found.weight[:, i::2], size[i::2, :elements]) + regressed_off[:, :elements]) for i in (0, 1)
+    ]
+    both = norm(even + odd)
+    # Of believed = most * 4 even . odd / |even + odd|^2 by its derivatives, and most by how the weight is spread.
+    off = 4 * (halves_off[0] * norm(odd) + halves_off[1] * norm(even)) + 2 * both * sum(halves_off)
+    agreement_off = np.minimum(np.divide(off, both**2, where=both > 0, out=np.ones_like(both)), 1)
+    apart = np.abs(np.nan_to_num(values.sampled - regressed))  # [M, D]
+    believed_off = values.most * agreement_off + np.where(values.most > 0, 8 * relative, 0)
+    believed_off = believed_off + _alone_off(found, relative)
+    return believed_off[:, None] * apart + values.believed[:, None] * mean_off(found.weight, size)

@@ -196,6 +196,8 @@ def compare(
                 worst_part.append(np.zeros(stages.scores[n].shape))
                 continue
             want, bound = by_query.scores_and_bounds(query, q, n, problem, geometry, scale)
+            near = np.isposinf(s2o.near_first(np.zeros(want.shape), n, geometry, config))  # whatever their estimate
+            want, bound = np.where(near, np.inf, want), np.where(near, 0, bound)
             worst_part.append(_parts(stages.scores[n], want, bound))
             not_compared += int(np.isinf(bound).sum())
             continue

@@ -76,8 +76,8 @@ class Framework:
         """A copy of what ``ArrayInfo.native`` is, whose rows are contiguous."""
         return native.copy()
 
-    def stream(self) -> int:
-        """The handle of the stream to launch on, inside `scope`."""
+    def stream(self, ordinal: int | None = None) -> int:
+        """The handle of the stream to launch on, inside `scope`. ``ordinal``: of the current device, if known."""
         return import_cupy().cuda.get_current_stream().ptr
 
     def is_capturing(self) -> bool:
@@ -121,6 +121,10 @@ class Framework:
     def output_like(self, shape: tuple[int, ...], dtype: str, like: Any, *, host: bool) -> Output:
         """One of the shape and dtype of the caller's array ``like``, which ``shape`` and ``dtype`` say."""
         return self.output(shape, dtype, like, host=host)
+
+    def new_like(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+        """The native array of `output_like` on a GPU, of an array that `look` has found plain."""
+        return self.output_like(shape, dtype, like, host=False).native
 
     def output_into(self, out: Any, info: ArrayInfo, *, host: bool) -> Output:
         """An output that is written to the caller's ``out``, of which ``info`` was found."""

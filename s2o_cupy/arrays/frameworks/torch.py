@@ -52,9 +52,11 @@ class TorchFramework(Framework):
         torch = sys.modules["torch"]
         if type(x) is not torch.Tensor or x.requires_grad or torch.autograd.forward_ad._current_level >= 0:
             return None
-        if x.layout is not torch.strided or x.is_nested or x.is_neg():
+        dtype = x.dtype
+        # No complex number has parts in bfloat16, of whose views alone the negative bit is set.
+        if x.layout is not torch.strided or x.is_nested or (dtype is not torch.bfloat16 and x.is_neg()):
             return None
-        return x.shape, x.stride(), x.dtype, x.device
+        return x.shape, x.stride(), dtype, x.device
 
     def pointer(self, native: Any) -> int:
         return native.data_ptr()
@@ -98,9 +100,9 @@ class TorchFramework(Framework):
                     stack.callback(in_use_until_now, arrays, given)
             yield
 
-    def stream(self) -> int:
+    def stream(self, ordinal: int | None = None) -> int:
         torch = sys.modules["torch"]
-        device = torch.cuda.current_device()
+        device = torch.cuda.current_device() if ordinal is None else ordinal
         # What PyTorch's own compiler calls: making a Stream object takes two microseconds more.
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         return raw(device) if raw is not None else torch.cuda.current_stream(device).cuda_stream
@@ -156,10 +158,13 @@ class TorchFramework(Framework):
         return self._new(torch.empty(shape, dtype=getattr(torch, dtype), device=like.device), host)
 
     def output_like(self, shape: tuple[int, ...], dtype: str, like: Any, *, host: bool) -> Output:
-        torch = sys.modules["torch"]
-        if type(like) is not torch.Tensor:  # of a subclass it may be one too
+        if type(like) is not sys.modules["torch"].Tensor:  # of a subclass it may be one too
             return self.output(shape, dtype, like, host=host)
-        return self._new(torch.empty_like(like, memory_format=torch.contiguous_format), host)
+        return self._new(self.new_like(shape, dtype, like), host)
+
+    def new_like(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+        torch = sys.modules["torch"]
+        return torch.empty_like(like, memory_format=torch.contiguous_format)
 
     def _new(self, out: Any, host: bool) -> Output:
         if not host:
