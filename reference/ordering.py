@@ -2,8 +2,7 @@
 
     pooled_queries -> key_scores -> log_weights -> order_keys        Algorithm 1 (ii)
     pooled_queries, unit_keys -> unit_weights -> order_keys         the same with rank="weight"
-    unit_clusters, query_norms -> query_weights -> order_keys       the same with rank="query"
-    near_first                                                       of a query's scores, where the rest is sampled
+    unit_clusters, query_norms -> query_weights -> near_first -> order_keys     the same with rank="query"
     least_keys                                                       of the order, which q tiles do not stop before
     query_order                                                      Algorithm 1 (i)
 
@@ -364,9 +363,9 @@ def query_weights(
 
 
 def near_first(scores: Array, n: int, geometry: Geometry, config: S2OConfig) -> Array:
-    """Segment ``n``'s scores [B, H, W] with infinity for units of the last keys before it, so that they come
-    first and q tiles wait for them: what its first queries look for there, their neighbours find among the segment's
-    own keys. Only causal, and as many as ``config.near_keys``.
+    """Segment ``n``'s scores [B, H, W], infinite for units that have one of the last ``config.near_keys`` keys before
+    it, so that these come first and q tiles wait for them: its first queries look there for what later ones find among
+    its own keys. Without causality the scores stay as they are.
 
     Source: not in the paper.
 

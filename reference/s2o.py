@@ -138,9 +138,9 @@ def visit(
     """A q tile's ``rows`` [M, D] in the state ``start`` (m [M], mass [M], acc [M, D]) see ``keys`` [C], positions in k
     and v [Lk, D], block_n at a time, until a key tile adds too little (:func:`pass2`) or ``visited`` are done.
 
-    ``least``: keys before which only PATIENCE key tiles in a row that add too little end the visit, after as many as
-    NEAR_KEYS fill, or as many as a PATIENCE_PARTS-th of all keys fills if that is more. ``step`` is what a key tile
-    does. Returns the state and the number of key tiles visited.
+    ``least``: keys before which only PATIENCE + NEAR_KEYS // block_n key tiles in a row that add too little end the
+    visit, or as many as a PATIENCE_PARTS-th of all keys fills if that is more. ``step`` is what a key tile does.
+    Returns the state and the number of key tiles visited.
     """
     m, mass, acc = start
     in_a_row, patience = 0, max(PATIENCE + NEAR_KEYS // block_n, len(keys) // (PATIENCE_PARTS * block_n))

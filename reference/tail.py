@@ -98,7 +98,8 @@ def tail_weights(t: Array, lse: Array, left: int, softcap: float) -> TailWeights
     """Of rows with ``lse`` [M], from the uncapped scores t [M, samples].
 
     The mass is the sum of exp(score) that the samples stand for, less of it the fewer of them carry it: a sample that
-    outweighs the others may be alone in its kind. The tilt says how far the mean of t moves with these weights, over
+    outweighs the others may be alone in its kind. One that carries the weight alone and weighs over TAIL_TRIFLE of what
+    the row has found counts for itself instead. The tilt says how far the mean of t moves with these weights, over
     the variance of t: 1 if t is spread like a normal distribution, and kept within [0, 1]. Mass is 0 where something
     is not finite, and where a sample weighs more than 2 ** TAIL_REACH times all that the row has found.
     """

@@ -21,6 +21,9 @@ NAN, INF = float("nan"), float("inf")
 UNKNOWN = 8200, 8600  # keys of 9,000 that no moments are taken from; samples meet some
 HEAVIER = {"12 bits heavier": 12, "50 bits heavier": 50}  # arrange: by so many bits some late ones of these are,
 FEW_HEAVIER = {"32 keys 20 bits heavier": 20}  # or two runs, of which samples may meet one key
+# All are so many bits below what is found, but one that is so many above: of 4,000 keys an odd sample of a late part.
+SUDDEN = {"one key of all": (120, 29), "one key far above all": (80, 60)}
+SUDDEN_KEY = 2529
 # A configuration for each path with several segments in short sequences.
 PATHS = {
     "portable": S2OConfig(segment=256, tau=0.05, block_m=64, block_n=64, path="portable", dense_up_to=0),
@@ -89,6 +92,12 @@ class Case:
             of_keys, unknown = importance.repeat(16, axis=2)[:, :, : p.seqlen_k, 0], slice(*UNKNOWN)
             k[..., 0] = 0.6 * at * ((of_keys < first) & (np.arange(p.seqlen_k) < p.seqlen_k - p.seqlen_q))
             k[..., unknown, 0] = at * (of_keys[..., unknown] < early)
+        if self.arrange in SUDDEN:
+            low, high = SUDDEN[self.arrange]
+            below, at = (np.sqrt(bits * np.log(2) / p.scale) for bits in (low, low + high))
+            q[:], k[:] = 0, 0
+            q[..., 2], k[:, :, : p.seqlen_k - p.seqlen_q, 2] = below, -below
+            q[..., 0], k[..., SUDDEN_KEY, 0] = np.where(np.arange(p.seqlen_q) % 2, at, -at), at
         arrays = {"q": q, "k": k, "v": k**2 if self.squares else v}
         if self.arrange in HEAVIER:
             arrays["v"][:, :, slice(*UNKNOWN)] += 5
@@ -252,6 +261,11 @@ _CHANGES: tuple[dict[str, Any], ...] = (
          "seqlen_q": 300, "seqlen_k": 9000, "segment": 128, "head_dim": 128, "scale": 0.053, "dtype": dtype, **more}
         for dtype in ("bfloat16", "float16") for rank, unit, more in _LATE
     ),
+    *(
+        {"options": {"rank": "mean", "tail": "first_order"}, "tau": 1000.0, "seqlen_q": 128, "seqlen_k": 4000,
+         "head_dim": 128, "scale": 1.0, "dtype": dtype, "arrange": arrange}
+        for dtype in DTYPES for arrange in SUDDEN
+    ),
     # Each query by itself: two groups of keys, four or eight, segments of up to 128 queries and longer, short last
     # ones, more blocks of units than one, and without causality units between them on three sides.
     *({"options": {"clusters": clusters}, "segment": 128, "seqlen_q": 900, "head_dim": head_dim}
@@ -392,7 +406,7 @@ def place(x: Any, arrange: str) -> Any:
     import cupy
 
     b, h, s, d = x.shape
-    if arrange == "contiguous" or arrange in HEAVIER | FEW_HEAVIER:
+    if arrange == "contiguous" or arrange in HEAVIER | FEW_HEAVIER | SUDDEN:
         return x
     if arrange == "one element in":
         view = cupy.zeros(x.size + 1, x.dtype)[1:].reshape(x.shape)

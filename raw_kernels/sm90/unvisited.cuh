@@ -146,11 +146,13 @@ __device__ __forceinline__ void weigh_part(const TailScores& scores, const float
         sample.lower[h] = lowered;
         continue;
       }
-      sample.lift[h] = __fdividef(sample.lift[h], lowered);  // packed weights keep their unit
-      const float over = exp2_approx(size + found[h] - sums.base[h]) * sample.lift[h] * (4.f / kTailSamples);
-      if (over > kMostOver) {
-        sample.lift[h] = __fdividef(sample.lift[h], over);
-        sample.lower[h] = __fdividef(1.f, over);
+      // As if the part were the first. Quotients are formed of what is known to be finite.
+      const float own = exp2_approx(fminf(sums.base[h] - found[h] - size, kMostLift)) * (kTailSamples / 4);
+      if (sample.lift[h] > kMostOver * own * lowered) {
+        sample.lower[h] = __fdividef(own * lowered, sample.lift[h]);
+        sample.lift[h] = own;
+      } else {
+        sample.lift[h] = __fdividef(sample.lift[h], lowered);  // packed weights keep their unit
       }
     }
   }

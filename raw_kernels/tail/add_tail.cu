@@ -3,10 +3,11 @@
 //
 //   kTailSamples unvisited candidates, denser where they come earlier in the order, give for each query
 //     mass  their sum of exp(score), by the share that each stands for, and less of it the fewer of them carry it
+//     alone above 0 where one sample carries the weight and weighs much: as far as that it counts for itself alone
 //     tilt  how far their mean score moves once they are weighted by it, over the variance of scores: 1 for scores that
 //           are spread like a normal distribution, and kept within [0, 1]
 //   regressed = mean_value + tilt * scale * covariance query, values on scores at the weighted mean score
-//   value = regressed + believed * (mean of the samples' values by weight - regressed)
+//   value = regressed + max(believed, alone) * (mean of the samples' values by weight - regressed)
 //   out, lse <- with the mass at that value; as they are where something of it is not finite
 //
 // A warp has 16 queries and multiplies them with all samples, half of these at a time, keeping the weights in registers.
@@ -107,7 +108,7 @@ struct TailTile : TailRows<Traits> {
       for (int j = 0; j < 4; ++j) store_shared_4(buffer + value_place(row, j), Rows::as_bfloat16(pairs[j]));
     }
   }
-  // Those that this thread copies.
+  // Of this thread's part of all values; the block's threads look at each.
   __device__ __forceinline__ bool values_are_finite() const {
     bool finite = true;
 #pragma unroll 1

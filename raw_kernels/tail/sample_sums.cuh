@@ -1,4 +1,5 @@
-// What a sample of unvisited candidates says of a query: how much they all weigh, and how far weighting moves their score.
+// What a sample of unvisited candidates says of a query: how much they all weigh, how far weighting moves their score, and
+// how far the sample's own values count.
 // reference/tail.py (tail_weights) is the definition.
 #pragma once
 #include "common/ptx.cuh"
@@ -26,7 +27,7 @@ struct TailScores {
 struct SampleFindings {
   float mass[2];      // of all unvisited candidates, as a multiple of what the row has found
   float tilt[2];
-  float believed[2];  // of the samples' own values, if both halves of them agree
+  float believed[2];  // how far the samples' own values count, as if both halves of them agreed until these are asked
   float alone[2];     // of them at least: one that carries the weight alone counts for itself
   float weights[2], even[2];  // sums of them, and of those of even number
 };

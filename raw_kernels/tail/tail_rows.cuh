@@ -50,7 +50,7 @@ template <int kHeadDim>
 struct TailRowsShared {
   const uint16* samples[kTailSamples];  // their rows of keys, those of the second half behind the first's
   const uint16* values[kTailSamples];   // and of values
-  const uint16* queries[kTailQueries];  // likewise; null where there is none
+  const uint16* queries[kTailQueries];  // rows of queries; null where there is none
   uint16* outputs[kTailQueries];        // of queries
   float* lse[kTailQueries];
   float mean_values[kHeadDim];

@@ -149,10 +149,10 @@ class S2OConfig:
     block_n : int, default 128
         Keys of a tile between two stop checks. The GPU takes multiples of 64 up to 1024, the CPU of 16.
     rank : {"query", "weight", "max", "mean"}, default "query", with pooled_queries "weight"
-        A key's score: "query", the largest softmax weight that any single query of the segment gives it; "weight", that
-        any of its pooled queries does, which is cheaper and loses what one query alone looks for; "max", the largest
-        dot product with a pooled query; "mean" (the paper, Algorithm 1), its dot product with the mean of all of the
-        segment's queries.
+        A key's score: "query", the largest softmax weight that any single query of the segment gives it (with its
+        ``tail`` the last 64 keys before a causal segment come first); "weight", that any of its pooled queries does,
+        which is cheaper and loses what one query alone looks for; "max", the largest dot product with a pooled query;
+        "mean" (the paper, Algorithm 1), its dot product with the mean of all of the segment's queries.
     unit : int, optional
         Neighbouring keys scored together, by the means of their groups (``clusters``), with "weight" by their mean and
         the key furthest from it, and visited together: a power of two up to 128, default 8 with ``rank="query"`` and

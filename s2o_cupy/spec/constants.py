@@ -50,7 +50,7 @@ DEFAULT_TAU = 0.02  # of segments with up to LONG_FROM candidates
 DEFAULT_TAU_WITH_TAIL = 0.1  # the same with rank="query", where the tail counts what is left
 LEAST_PART = 0.5  # of tau, likewise: a q tile waits for keys that weigh so much of any of its segment's queries
 NEAR_KEYS = 64  # right before a segment, likewise: they come first in its order and q tiles wait for them
-# A q tile waits no longer after PATIENCE key tiles in a row that add too little, and as many as NEAR_KEYS fill, or as
+# A q tile waits no longer after PATIENCE key tiles in a row that add too little, and those that NEAR_KEYS fill, or as
 # many as a PATIENCE_PARTS-th of its keys fills if that is more: what keys weigh is an estimate.
 PATIENCE, PATIENCE_PARTS = 4, 16
 LONG_FROM = 1 << 15
@@ -59,12 +59,12 @@ FIRST_LADDER = (0.6, 0.15, 0.0375, 0.0094, 0.0023, 0.0006, 0.00015, 0.0)  # the 
 ERROR_SEGMENTS = 32  # that are sampled, all if there are no more
 DRAW_STEP = 0x61C88647  # of 2^32, by the golden ratio: where in its run of neighbours each sampled segment stands
 WEIGHT_RUN = 8  # queries behind a pooled query of rank="weight", where nobody says how many there are
-TAIL_SAMPLES = 256  # unvisited candidates that say how much all of them weigh, and what they are worth
+TAIL_SAMPLES = 256  # unvisited candidates that say how much all of them weigh, and what their values are
 TAIL_FEW = 8192  # unvisited candidates: fewer of them have half as many samples
 TAIL_DOUBT = 4  # so many of them that share the weight evenly are believed by half
 TAIL_EVIDENCE = 32  # elements of values that tell how far the samples' are to be believed
-TAIL_TRIFLE = 1 / 64  # of what a row has found: up to where so much is added, values are those of a regression
-TAIL_HALF = 1 / 512  # of the samples' weight: up to where the lighter of two halves holds so much, it says nothing
+TAIL_TRIFLE = 1 / 64  # of what a row has found: where no more than this is added, values are the regression's
+TAIL_HALF = 1 / 512  # of the samples' weight: where one of both halves has no more than this, it says nothing
 TAIL_REACH = 100  # log2 of how many times all that a row has found one of them may weigh
 MOMENT_KEYS = 2048  # keys between a power of two and the next that means and covariances are taken from, at most
 GRAIN_KEYS = 256  # at most, of which the numbers of keys that moments are taken of are multiples

@@ -74,9 +74,14 @@ def with_tail(
 
 
 def _alone_off(found: Any, relative: Array) -> Array:
-    """What `alone` = (64 x - 1) (2 - c) may be off by [M]: x by ``relative``, and c by four times that."""
-    is_near = (found.largest > 0.98 * TAIL_TRIFLE) & (found.carrying < 2.02)
-    return np.where(is_near, np.minimum(12 * relative, 1), 0)
+    """What `alone` = (64 x - 1) (2 - c) may be off by [M]: x by ``relative`` and c - 1 by four times that, as each
+    factor is kept within [0, 1] and is off by nothing well beyond."""
+    kept = lambda factor: np.clip(factor, 0, 1)  # noqa: E731
+    x, c = found.largest / TAIL_TRIFLE, found.carrying
+    c_off = 4 * relative * np.maximum(c - 1, 0) + 2.0**-18
+    weighs = kept(x * (1 + relative) - 1) - kept(x * (1 - relative) - 1)
+    carries = kept(2 - c + c_off) - kept(2 - c - c_off)
+    return np.minimum(weighs + carries, 1)
 
 
 def _values_off(
