@@ -21,6 +21,8 @@ BOXES_TAIL = replace(HOPPER_TAIL, segment=128, options={**OPTIONS, "unit": 8, "r
 BOXES_SQUARES = replace(HOPPER_SQUARES, segment=128, options={"rank": "weight", "tail": "first_order", "unit": 8})
 LATE = replace(HOPPER_SQUARES, segment=128, arrange="50 bits heavier")
 FEW = replace(HOPPER_SQUARES, segment=128, arrange="32 keys 20 bits heavier")
+ONE_KEY = Case(dtype="float16", seqlen_q=128, seqlen_k=4000, head_dim=128, tau=1000.0, scale=1.0,
+               arrange="one key far above all", options={"rank": "mean", "tail": "first_order"})  # fmt: skip
 NAN_SAMPLES = replace(HOPPER_SQUARES, segment=128, poison=("v", UNKNOWN, NAN))
 
 TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
@@ -148,6 +150,15 @@ TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
              "sample.lift[h] + 0.f * lowered"),
         ),
     ),
+    (
+        "pass2_tail_sm90", ONE_KEY,
+        (
+            ("packed weights are larger than float16 holds", "tail output",
+             "if (sample.lift[h] > kMostOver * own * lowered)", "if (false)"),
+            ("sums of before keep their unit", "tail output",
+             "sample.lower[h] = __fdividef(own * lowered, sample.lift[h]);", ";"),
+        ),
+    ),
     *(
         (function, case, (
             ("one that is alone speaks for others", stage, "fmaf(y.alone[h], largest, (1.f - y.alone[h]) * mass)",
@@ -156,7 +167,7 @@ TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
              f"{name}.believed[h]"),
         ))
         for function, case, name, stage in (
-            ("pass2_tail_sm90", FEW, "all_say", "tail output"), ("add_tail", FEW, "found", "tail lse"))
+            ("pass2_tail_sm90", FEW, "all_say", "tail output"), ("add_tail", FEW, "found", "tail output"))
     ),
     (
         "pass2_tail_sm90", NAN_SAMPLES,
