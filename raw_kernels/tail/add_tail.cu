@@ -238,19 +238,6 @@ struct TailTile : TailRows<Traits> {
     bring(1, false);
     add_half<1>(sums);
   }
-  __device__ __forceinline__ void find_top(SampleSums& sums) {
-    const TailScores scores = Rows::scores();
-    float x[kTiles][4];
-    sums.clear_top();
-#pragma unroll 1
-    for (int i = 0; i < 2 * kSlices; ++i) {
-      if (i % kSlices == 0) bring(i / kSlices, false);
-      multiply<Element>(x, thread_rows(shared_address(shared.rows)) + i % kSlices * (kTailSlice * kHeadDim * 2));
-      sums.template find_top<kTiles>(scores, [&](int j, int h, int e) { return x[j][2 * h + e]; });
-    }
-    sums.raise_base();
-  }
-
   __device__ __forceinline__ void add() {
     if (threadIdx.x < 32) Rows::describe();
     __syncthreads();
@@ -269,7 +256,7 @@ struct TailTile : TailRows<Traits> {
     sums.base[1] = lse[1];
     find_sums(sums, true);
     if (__syncthreads_or(sums.overflow())) {  // seldom: sums in units of the largest weight
-      find_top(sums);
+      sums.raise_base();
       find_sums(sums, false);
     }
     SampleFindings found = sums.finish(at.work.left, tail_samples(at.work.left), p.scale, lse);
@@ -317,11 +304,12 @@ struct TailTile : TailRows<Traits> {
     multiply_values(even, 0);
     multiply_values(odd, 1);
     const float* mean = at.mean_values + lane % 4 * 8;
+    float agreed = 0.f, both = 0.f;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float per_even = __fdividef(1.f, found.even[h]);
       const float per_odd = __fdividef(1.f, found.weights[h] - found.even[h]);
-      float agreed = 0.f, both = 0.f;
+      float of_row = 0.f, both_of_row = 0.f;
 #pragma unroll
       for (int j = 0; j < kTiles; ++j)
 #pragma unroll
@@ -329,12 +317,18 @@ struct TailTile : TailRows<Traits> {
           const float regressed = fmaf(found.tilt[h] * p.scale, x[j][2 * h + e], mean[2 * j + e]);
           const float a = fmaf(even[j][2 * h + e], per_even, -regressed);
           const float b = fmaf(odd[j][2 * h + e], per_odd, -regressed);
-          agreed = fmaf(a, b, agreed);
-          both = fmaf(a + b, a + b, both);
+          of_row = fmaf(a, b, of_row);
+          both_of_row = fmaf(a + b, a + b, both_of_row);
         }
-      found.believed[h] *= SampleSums::agreement(SampleSums::of_quad(agreed), SampleSums::of_quad(both));
-      found.believed[h] = fmaxf(found.believed[h], found.alone[h]);
+      const float may = found.may_bring(h);
+      if (may > 0.f) {
+        agreed = fmaf(may * may, of_row, agreed);
+        both = fmaf(may * may, both_of_row, both);
+      }
     }
+    const float believed = SampleSums::agreement(agreed, both);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) found.believed[h] = fmaxf(found.believed[h] * believed, found.alone[h]);
   }
   __device__ __forceinline__ void to_bfloat16() {
 #pragma unroll
