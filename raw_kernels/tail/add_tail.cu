@@ -91,15 +91,16 @@ struct TailTile : TailRows<Traits> {
     return row * (kTailSlice * 2) + (chunk ^ row / 2 % 4) * 16;
   }
   // Dimensions d .. d + kTailSlice of all samples' values.
-  __device__ __forceinline__ void load_values(int d) const {
+  __device__ __forceinline__ void fetch_values(uint4 (&values)[kValueRows], int d) const {
     const int dims = p.geometry.head_dim - d, first = threadIdx.x % 4 * 8;
-    const uint32 buffer = shared_address(shared.rows) + threadIdx.x % 4 * 4;
-    uint4 values[kValueRows];
 #pragma unroll
     for (int i = 0; i < kValueRows; ++i) {
       const uint16* row = at.values[i * kValueRowsAtOnce + threadIdx.x / 4] + d;
       values[i] = Traits::kAligned ? load_16_or_zeros(row + first, first < dims) : load_unaligned(row, first, dims);
     }
+  }
+  __device__ __forceinline__ void place_values(const uint4 (&values)[kValueRows]) const {
+    const uint32 buffer = shared_address(shared.rows) + threadIdx.x % 4 * 4;
 #pragma unroll
     for (int i = 0; i < kValueRows; ++i) {
       const int row = i * kValueRowsAtOnce + threadIdx.x / 4;
@@ -110,21 +111,30 @@ struct TailTile : TailRows<Traits> {
   }
   // Of this thread's part of all values; the block's threads look at each.
   __device__ __forceinline__ bool values_are_finite() const {
+    constexpr int kOfThread = kTailSamples * kChunks / kThreads, kAtOnce = kOfThread < 8 ? kOfThread : 8;
+    const int dims = p.geometry.head_dim;
     bool finite = true;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kTailSamples * kChunks; i += kThreads) {
-      const uint16* row = at.values[i / kChunks];
-      const int first = i % kChunks * 8, dims = p.geometry.head_dim;
-      const uint4 x = Traits::kAligned ? load_16_or_zeros(row + first, first < dims) : load_unaligned(row, first, dims);
-      finite &= !(has_nonfinite<Element>(x.x) || has_nonfinite<Element>(x.y) || has_nonfinite<Element>(x.z) ||
-                  has_nonfinite<Element>(x.w));
+    for (int begin = threadIdx.x; begin < kTailSamples * kChunks; begin += kAtOnce * kThreads) {
+      uint4 values[kAtOnce];  // on their way together
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int i = begin + j * kThreads, first = i % kChunks * 8;
+        const uint16* row = at.values[i / kChunks];
+        values[j] = Traits::kAligned ? load_16_or_zeros(row + first, first < dims) : load_unaligned(row, first, dims);
+      }
+#pragma unroll
+      for (const uint4& x : values)
+        finite &= !(has_nonfinite<Element>(x.x) || has_nonfinite<Element>(x.y) || has_nonfinite<Element>(x.z) ||
+                    has_nonfinite<Element>(x.w));
     }
     return finite;
   }
-  // Both, and waits for them.
-  __device__ __forceinline__ void load_slices(int d, bool values_too) const {
+  // Slice d of the covariance and `values`, those of the slice; then `values` are the next slice's, on their way.
+  __device__ __forceinline__ void load_slices(int d, uint4 (&values)[kValueRows], bool has_values) const {
     load_covariance(d);
-    if (values_too) load_values(d);
+    if (has_values) place_values(values);
+    if (has_values && d + kTailSlice < p.geometry.head_dim) fetch_values(values, d + kTailSlice);
     cp_async_wait<0>();
     __syncthreads();
   }
@@ -266,18 +276,17 @@ struct TailTile : TailRows<Traits> {
     bool samples_count = __syncthreads_or(fmaxf(found.believed[0], found.alone[0]) > 0.f ||
                                           fmaxf(found.believed[1], found.alone[1]) > 0.f);
     if (samples_count) samples_count = __syncthreads_and(values_are_finite());
-    if (samples_count) {
-      load_slices(0, true);
-      believe(found);
-      __syncthreads();
-    }
+    uint4 values[kValueRows];
+    if (samples_count) fetch_values(values, 0);
+    load_slices(0, values, samples_count);
+    if (samples_count) believe(found);
     Rows::begin_outputs(found.mass);
     const float per_sample[2] = {__fdividef(1.f, found.weights[0]), __fdividef(1.f, found.weights[1])};
 #pragma unroll 1
     for (int d = 0; d < p.geometry.head_dim; d += kTailSlice) {
       uint4 before[2];
       Rows::load_outputs(before, d);
-      load_slices(d, samples_count);
+      if (d > 0) load_slices(d, values, samples_count);
       float x[kTiles][4], sampled[kTiles][4];
       multiply<Bfloat16>(x, thread_rows(covariance()));
       clear(sampled);
