@@ -262,9 +262,9 @@ _CHANGES: tuple[dict[str, Any], ...] = (
         for dtype in ("bfloat16", "float16") for rank, unit, more in _LATE
     ),
     *(
-        {"options": {"rank": "mean", "tail": "first_order"}, "tau": 1000.0, "seqlen_q": 128, "seqlen_k": 4000,
+        {"options": {"rank": rank, "tail": "first_order"}, "tau": 1000.0, "seqlen_q": 128, "seqlen_k": 4000,
          "head_dim": 128, "scale": 1.0, "dtype": dtype, "arrange": arrange}
-        for dtype in DTYPES for arrange in SUDDEN
+        for rank in ("mean", "query") for dtype in DTYPES for arrange in SUDDEN
     ),
     # Each query by itself: two groups of keys, four or eight, segments of up to 128 queries and longer, short last
     # ones, more blocks of units than one, and without causality units between them on three sides.

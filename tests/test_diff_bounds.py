@@ -20,7 +20,7 @@ from s2o_cupy.problem import Problem
 from s2o_cupy.selection.orders.query import E4M3, INT8, WIDE
 from s2o_cupy.spec import LOG2E, moment_keys
 from s2o_cupy.tools.diff_stages import BeforeTail
-from s2o_cupy.tools.diffing import DiffReport, compare
+from s2o_cupy.tools.diffing import DiffReport, _packed_error, compare
 
 HEAD_DIM, SEGMENT, UNIT = 16, 32, 4
 OPTIONS: dict[str, Any] = {"segment": SEGMENT, "block_m": 16, "block_n": 16, "tau": 0.3, "tail": "none"}
@@ -274,3 +274,13 @@ def test_a_tail_that_is_off(stage: str, sign: int) -> None:
             o[d] += sign * part * share * slope[d] * 2.0**-7
         report = call.report(stages)
         assert is_ok(report, stage.split(" of")[0]) == ok, (part, report.table())
+
+
+def test_small_weights_of_float16_have_steps(rng):
+    """Of 2^-24: a row of one key that outweighs 1,000 others by 2^16 has each of these within 2^-25 of its weight."""
+    v = rng.standard_normal((1, 2, 1000, 8))
+    p = 2.0**-16 * rng.uniform(0.5, 1.5, 1000)
+    off = np.abs((p.astype(np.float16) - p) @ v)  # [1, 2, 8]
+    bound = _packed_error(v, 2, "float16")
+    assert bound.shape == (1, 4, 1, 8) and (off.repeat(2, axis=1)[:, :, None] <= bound).all()
+    assert (bound < 100 * off.mean()).all() and not _packed_error(v, 2, "bfloat16").any()

@@ -249,7 +249,9 @@ def compare(
     weight1 = s2o.finish(s2o.pass1(q, k, np.abs(v), geometry, scale, softcap))[0]  # sum p |v| / l
     # One rounding of p and one of the output.
     error1 = 2 * unit + np.expm1(2 * reach[..., None]) + 2.0**-18
-    rows.floats("pass 1 output", stages.o1, o1, weight1 * error1 + smallest)
+    packed = _packed_error(v, group, problem.dtype)  # [B, H, 1, D]
+    packed1 = packed / np.maximum(state1.l, 1)[..., None]
+    rows.floats("pass 1 output", stages.o1, o1, weight1 * error1 + packed1 + smallest)
     step()
 
     # Stops given the orders: where tau is a little larger the reference stops no later, a little smaller no sooner.
@@ -276,11 +278,13 @@ def compare(
 
     # Output given orders and stops: as pass 1, and what it or parts of the last queries hand over rounds once more.
     further = (*arguments[1:], replace(config, tail="none"), scale, softcap)
-    o, lse = s2o.finish(s2o.pass2(q, k, v, state1, *further, visited=stages.visited)[0])
+    state2 = s2o.pass2(q, k, v, state1, *further, visited=stages.visited)[0]
+    o, lse = s2o.finish(state2)
     absolute1 = s2o.pass1(q, k, np.abs(v), geometry, scale, softcap)
     weight = s2o.finish(s2o.pass2(q, k, np.abs(v), absolute1, *further, visited=stages.visited)[0])[0]
     before = stages.before_tail or BeforeTail(stages.o, stages.lse)
-    rows.floats("output", before.o, o, weight * (error1 + unit) + smallest)
+    packed = packed / np.maximum(state2.l, 1)[..., None]
+    rows.floats("output", before.o, o, weight * (error1 + unit) + packed + smallest)
     rows.floats("lse", before.lse, lse, _lse_allowed(lse, reach))
     if stages.before_tail is not None:
         o, lse, allowed_o, allowed_lse = with_tail(stages, keys_in_order, (q, k, v), problem, config, reach, unit)
@@ -333,6 +337,13 @@ def _score_error(q: Array, k: Array, group: int, head_dim: int, scale: float, so
         mine = np.linalg.norm(np.where(np.isfinite(q), q, 0), axis=-1)  # [B, H, Lq]
         largest = abs(scale) * mine * np.repeat(longest, group, axis=1)[..., None]  # of a row's scores
         return largest * (head_dim + 4) * UNIT32 + np.minimum(largest, softcap) * (TANH_UNIT + 4 * UNIT32)
+
+
+def _packed_error(v: Array, group: int, dtype: str) -> Array:
+    """Bound [B, H, 1, D] on the error of a row's sum of p v, in units of its largest p, as a small p is packed: float16
+    has steps of 2^-24 there."""
+    least = 2.0**-25 if dtype == "float16" else 0.0
+    return np.repeat(np.abs(np.where(np.isfinite(v), v, 0)).sum(axis=2, keepdims=True) * least, group, axis=1)
 
 
 def _lse_allowed(lse: Array, reach: Array) -> Array:
