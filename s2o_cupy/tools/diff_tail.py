@@ -101,10 +101,11 @@ def _values_off(
         norm(mean_off(found.weight[:, i::2], size[i::2, :elements]) + regressed_off[:, :elements]) for i in (0, 1)
     ]
     both = norm(even + odd)
-    # Of believed = most * 4 even . odd / |even + odd|^2 by its derivatives, and most by how the weight is spread.
+    # Of believed = most * 4 even . odd / |even + odd|^2 by its derivatives. `relative` is what the mass is off by, six
+    # times a weight: (64 mass - 1) moves by 2 of it at most, the other two factors of most by 4 / 6 each.
     off = 4 * (halves_off[0] * norm(odd) + halves_off[1] * norm(even)) + 2 * both * sum(halves_off)
     agreement_off = np.minimum(np.divide(off, both**2, where=both > 0, out=np.ones_like(both)), 1)
     apart = np.abs(np.nan_to_num(values.sampled - regressed))  # [M, D]
-    believed_off = values.most * agreement_off + np.where(values.most > 0, 8 * relative, 0)
+    believed_off = values.most * agreement_off + np.where(values.most > 0, 4 * relative, 0)
     believed_off = believed_off + _alone_off(found, relative)
     return believed_off[:, None] * apart + values.believed[:, None] * mean_off(found.weight, size)
