@@ -230,10 +230,11 @@ def test_keys_right_before_a_segment_come_first(rng, seqlen_k, unit, window):
 
 
 @pytest.mark.parametrize("other", [{"tail": "none"}, {"error": 0.1}, {"is_causal": False}])
-def test_where_no_tile_waits_order_is_by_weight_alone(rng, other):
+def test_elsewhere_order_is_by_weight_alone(rng, other):
     q, k = rng.standard_normal((2, 1, 1, 300, 8))
-    is_causal = other.pop("is_causal", True)
-    geometry, config = Geometry(300, 300, 100, 0, is_causal, 4), S2OConfig(segment=100, unit=4, **other)
+    options = {name: x for name, x in other.items() if name != "is_causal"}
+    geometry = Geometry(300, 300, 100, 0, other.get("is_causal", True), 4)
+    config = S2OConfig(segment=100, unit=4, **options)
     scores = ordering.segment_scores(q, k, geometry, config, 0.3, own_mass(q, k, geometry, 0.3))
     assert all(np.isfinite(x).all() for x in scores)
 

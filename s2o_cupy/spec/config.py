@@ -137,13 +137,13 @@ class S2OConfig:
         segment's own keys are attended densely; every earlier key is a candidate.
     tau : float or sequence of float, optional
         Stop threshold: a tile of queries stops after the key tile that adds less than ``tau`` of the softmax mass found
-        so far to every one of its rows. With rank "query" and its ``tail`` it takes four such key tiles in a row, or a
-        sixteenth of the earlier keys if that is more, as long as units are to come that hold a key of half of ``tau``
-        of the mass of any of its segment's queries or more, by the estimate that orders keys: a few queries whose keys
-        come first do not end it before others have had their turn. 0 never stops and gives dense attention. A number
-        for all heads, or one for each query head, all in one call. Default: 0.1 with rank "query" and its ``tail``,
-        else 0.02, for segments with up to 32,768 earlier keys, beyond less by the square root of their number, as
-        errors grow with it: half as much for 131,072 (`tau_of`).
+        so far to every one of its rows. With rank "query" and its ``tail`` it takes four such key tiles in a row (of 64
+        keys five), or a sixteenth of the earlier keys if that is more, as long as units are to come that hold a key of
+        half of ``tau`` of the mass of any of its segment's queries or more, by the estimate that orders keys: a few
+        queries whose keys come first do not end it before others have had their turn. 0 never stops and gives dense
+        attention. A number for all heads, or one for each query head, all in one call. Default: 0.1 with rank "query"
+        and its ``tail``, else 0.02, for segments with up to 32,768 earlier keys, beyond less by the square root of
+        their number, as errors grow with it: half as much for 131,072 (`tau_of`).
     block_m : int, default 128
         Queries of a tile that stop together. The GPU takes 64 or 128, the CPU multiples of 16 up to 1024.
     block_n : int, default 128

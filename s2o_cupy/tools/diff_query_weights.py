@@ -398,7 +398,8 @@ def scores_and_bounds(got: QueryStages, q: Array, n: int, problem: Problem, geom
     sums = _magnitudes(finite(rounded), finite(keys[:, :, units]))
     bound = (sums * steps * 2 * UNIT16 + 2.0**-24) * back[..., None] + (largest_norm + 8) * 4 * UNIT16
     bound = bound + np.abs(want) * 2 * UNIT16 + 2.0**-24
-    return want, np.where((sums > 60000) | (np.abs(want) > 60000 * back[..., None]), np.inf, bound)
+    # A sum begins with a norm, which is at most so much: either may be beyond float16.
+    return want, np.where(sums + np.abs(want) / back[..., None] > 60000, np.inf, bound)
 
 
 def _integer_scores(

@@ -119,7 +119,8 @@ def _values_off(
     ]
     both = norm(even + odd)
     # Of believed = most * 4 even . odd / |even + odd|^2 by its derivatives, and most by how the weight is spread, which
-    # rows are weighed by, too.
+    # rows are weighed by, too. `relative` is what the mass is off by, six times a weight: (64 mass - 1) moves by 2 of
+    # it at most, the other two factors of most by 4 / 6 each.
     off = 4 * (halves_off[0] * norm(odd) + halves_off[1] * norm(even)) + 2 * both * sum(halves_off)
     ends = [_may(found, sign * relative, relative) for sign in (-1, 1)]
     apart_off = np.sqrt(np.maximum(ends[1] ** 2 - ends[0] ** 2, 0))
@@ -127,6 +128,6 @@ def _values_off(
     of_all = tail.of_rows(values.may, both**2)
     agreement_off = np.minimum(np.divide(off, of_all, where=of_all > 0, out=np.ones_like(off)), 1)
     apart = np.abs(np.nan_to_num(values.sampled - regressed))  # [M, D]
-    believed_off = values.most * agreement_off + np.where(values.most > 0, 8 * relative, 0)
+    believed_off = values.most * agreement_off + np.where(values.most > 0, 4 * relative, 0)
     believed_off = believed_off + _alone_off(found, relative)
     return believed_off[:, None] * apart + values.believed[:, None] * mean_off(found.weight, size)
