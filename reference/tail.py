@@ -12,8 +12,9 @@ from ..spec import (
     LOG2E,
     TAIL_DOUBT,
     TAIL_EVIDENCE,
-    TAIL_HALF,
+    TAIL_LIGHT,
     TAIL_REACH,
+    TAIL_ROWS,
     TAIL_TRIFLE,
     moment_keys,
     moment_place,
@@ -27,7 +28,9 @@ __all__ = [
     "TailValues",
     "TailWeights",
     "add_tail",
+    "at_most",
     "key_moments",
+    "of_rows",
     "sample_places",
     "sample_variance",
     "tail_values",
@@ -63,6 +66,7 @@ class TailValues(NamedTuple):
     most: Array  # [M] how far it would if both halves of the samples agreed
     # [M, TAIL_EVIDENCE] each: what samples of even and of odd number say beyond the regression.
     halves: tuple[Array, Array]
+    may: Array  # [M] how far the samples' values may move a row's: by its square a row counts among its neighbours
 
 
 @quiet
@@ -108,12 +112,12 @@ def tail_weights(t: Array, lse: Array, left: int, softcap: float) -> TailWeights
     weight = share * np.exp(size - above)  # [M, samples]
     total = weight.sum(axis=1)
     carrying = total * total / (weight * weight).sum(axis=1)  # samples
-    believed = carrying / (carrying + TAIL_DOUBT)
+    spoken_for = carrying / (carrying + TAIL_DOUBT)
     # One that carries it alone and weighs much of what the row has found is no sample of others, but a key that comes
     # too late: it counts for itself.
     largest = np.exp(size.max(axis=1))
     alone = np.clip(largest / TAIL_TRIFLE - 1, 0, 1) * np.clip(2 - carrying, 0, 1)
-    of_all = total * np.exp(above[:, 0]) * t.dtype.type(left) * believed
+    of_all = total * np.exp(above[:, 0]) * t.dtype.type(left) * spoken_for
     mass = np.where(alone > 0, (1 - alone) * of_all + alone * largest, of_all)
     mass = np.where(above[:, 0] * LOG2E > TAIL_REACH, 0, mass)
     off = t - (share * t).sum(axis=1, keepdims=True)
@@ -131,9 +135,10 @@ def tail_values(found: TailWeights, values: Array, regressed: Array) -> TailValu
 
     The weighted mean of the samples' values is right but for noise, the regression has hardly any and may be wrong. How
     much of what is between them is no noise, samples of even and of odd number say by how far they agree: noise does
-    not. Where nearly all samples carry the weight there is little to learn from it, and their mean is the noisier one.
-    Rows to which hardly anything is to be added keep the regression, as do those in which one half has next to no
-    weight, and all where a value is not finite. A sample that counts for itself has its own value.
+    not. TAIL_ROWS rows in turn are asked together, each by the square of what its samples may bring, as one row's own
+    are too few to tell. Where nearly all samples carry the weight there is little to learn from it, and their mean is
+    the noisier one. Rows to which hardly anything is to be added keep the regression, as do those in which one half has
+    next to no weight, and all where a value is not finite. A sample that counts for itself has its own value.
     """
 
     def mean(weight: Array, of: Array) -> Array:
@@ -144,18 +149,34 @@ def tail_values(found: TailWeights, values: Array, regressed: Array) -> TailValu
         for first in (0, 1)
     )
     agreed, both = (even * odd).sum(axis=1), ((even + odd) ** 2).sum(axis=1)  # [M]
-    # Nothing where all scores are equal: three quarters of the samples carry the weight then. Nor if little is added.
-    most = np.fmax(1 - found.carrying / (0.75 * len(values)), 0)
-    most = most * np.fmin(np.fmax(found.mass / TAIL_TRIFLE - 1, 0), 1)
-    halves = [found.weight[:, first::2].sum(axis=1) for first in (0, 1)]  # [M]
-    most = most * np.clip(np.fmin(*halves) / (TAIL_HALF * sum(halves)) - 1, 0, 1)
-    believed = np.fmax(np.where(agreed > 0, 4 * agreed / both, 0) * most, found.alone)
+    most, may = at_most(found)
+    agreed, both = of_rows(may, agreed), of_rows(may, both)
+    believed = np.fmax(np.where(agreed > 0, np.fmin(4 * agreed / both, 1), 0) * most, found.alone)
     if not np.isfinite(values).all():
         most, believed = np.zeros_like(most), np.zeros_like(believed)
     sampled = np.where(np.isfinite(values), values, 0)
     sampled = mean(found.weight, sampled)
     moved = np.where(believed[:, None] > 0, believed[:, None] * (sampled - regressed), 0)
-    return TailValues((regressed + moved).astype(regressed.dtype), sampled, believed, most, (even, odd))
+    return TailValues((regressed + moved).astype(regressed.dtype), sampled, believed, most, (even, odd), may)
+
+
+def at_most(found: TailWeights) -> tuple[Array, Array]:
+    """How far the samples' values count if both halves agree [M], and how far they may move a row's then [M].
+
+    Nothing where all scores are equal: three quarters of the samples carry the weight then. Nor if little is added, or
+    one half has next to no weight.
+    """
+    most = np.fmax(1 - found.carrying / (0.75 * found.weight.shape[1]), 0)
+    most = most * np.fmin(np.fmax(found.mass / TAIL_TRIFLE - 1, 0), 1)
+    halves = [found.weight[:, first::2].sum(axis=1) for first in (0, 1)]  # [M]
+    most = most * np.clip(np.fmin(*halves) / (TAIL_LIGHT * sum(halves)) - 1, 0, 1)
+    return most, found.mass / (1 + found.mass) * most * (1 - found.alone)
+
+
+def of_rows(may: Array, x: Array) -> Array:
+    """Sums of x [M] over TAIL_ROWS rows in turn, each by the square of ``may`` [M], for each of these rows."""
+    sums = np.add.reduceat(np.where(may > 0, may * may * x, 0), np.arange(0, len(x), TAIL_ROWS))
+    return np.repeat(sums, TAIL_ROWS)[: len(x)]
 
 
 def sample_variance(t: Array) -> Array:

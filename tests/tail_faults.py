@@ -82,8 +82,8 @@ TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
     (
         "pass2_tail_sm90", HOPPER_SQUARES,
         (
-            ("samples are not believed", "tail output", "all_say.believed[h] *= SampleSums::agreement(",
-             "all_say.believed[h] *= 0.f * SampleSums::agreement("),
+            ("samples are not believed", "tail output", "fmaxf(all_say.believed[h] * believed, ", "fmaxf(0.f, "),
+            ("rows count alike", "tail output", "fmaf(may * may, of_row, agreed)", "fmaf(1.f, of_row, agreed)"),
             ("every other part has the values of the one before", "tail output",
              "Traits::kColumnsStride),\n                                 part % 2 *",
              "Traits::kColumnsStride),\n                                 0 *"),
@@ -111,8 +111,9 @@ TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
     (
         "add_tail", SQUARES,
         (
-            ("samples are not believed", "tail output", "found.believed[h] *= SampleSums::agreement(",
-             "found.believed[h] *= 0.f * SampleSums::agreement("),
+            ("samples are not believed", "tail output", "fmaxf(found.believed[h] * believed, ", "fmaxf(0.f, "),
+            ("a row goes by its own samples alone", "tail output", "lane < 32; lane *= 2", "lane < 4; lane *= 2"),
+            ("rows count alike", "tail output", "fmaf(may * may, both_of_row, both)", "fmaf(1.f, both_of_row, both)"),
             ("both halves have the first one's values", "tail output", "multiply_values(sampled, 1)",
              "multiply_values(sampled, 0)"),
             ("pairs of values stand as they are copied", "tail output", "value_place(row, j), Rows",
@@ -140,6 +141,7 @@ TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
     (
         "pass2_tail_sm90", LATE,
         (
+            ("a row goes by its own samples alone", "tail output", "lane < 32; lane *= 2", "lane < 4; lane *= 2"),
             ("sums stay in a unit of before", "tail output", "sample.lower[h] = lowered;", "sample.lower[h] = 1.f;"),
         ),
     ),
@@ -163,8 +165,8 @@ TAIL_FAULTS: list[tuple[str, Case, Rows]] = [
         (function, case, (
             ("one that is alone speaks for others", stage, "fmaf(y.alone[h], largest, (1.f - y.alone[h]) * mass)",
              "mass"),
-            ("one that is alone has not its own value", "tail output", f"fmaxf({name}.believed[h], {name}.alone[h])",
-             f"{name}.believed[h]"),
+            ("one that is alone has not its own value", "tail output",
+             f"fmaxf({name}.believed[h] * believed, {name}.alone[h])", f"{name}.believed[h] * believed"),
         ))
         for function, case, name, stage in (
             ("pass2_tail_sm90", FEW, "all_say", "tail output"), ("add_tail", FEW, "found", "tail output"))

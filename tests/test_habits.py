@@ -66,6 +66,18 @@ def test_functions_that_pass_other_names_on():
         function(1, 2, 3, 4)
 
 
+def test_an_error_of_what_a_function_does_stays():
+    @habits.answers_habits
+    def function(q, *, tau=None):
+        return q + tau
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        function(1)
+    with pytest.raises(TypeError, match="function: causal is not an argument") as caught:
+        function("q", causal=True)
+    assert caught.value.__suppress_context__
+
+
 def test_hints_name_what_exists():
     known = set()
     for function in (s2o_attention, s2o_attention_varlen, s2o_attention_paged):

@@ -30,8 +30,9 @@ def gpu(monkeypatch):
     launches = record_launches(monkeypatch, 90, pipeline)
     found = frameworks.TorchFramework
     monkeypatch.setattr(frameworks, "device_of", lambda device: Device("cuda", 0))
-    monkeypatch.setattr(found, "is_current", lambda self, ordinal, host=False: ordinal == gpu.current)
-    monkeypatch.setattr(found, "stream", lambda self, ordinal=None: gpu.stream)
+    monkeypatch.setattr(found, "_is_current", lambda self, ordinal, host=False: ordinal == gpu.current)
+    monkeypatch.setattr(found, "_stream_of", lambda self, ordinal: gpu.stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: gpu.current)
     long_way, kept = [], []
     run = attention.run
     monkeypatch.setattr(attention, "run", lambda *given, **options: long_way.append(1) or run(*given, **options))

@@ -12,8 +12,9 @@ from s2o_cupy.spec import (
     MOMENT_KEYS,
     TAIL_DOUBT,
     TAIL_FEW,
-    TAIL_HALF,
+    TAIL_LIGHT,
     TAIL_REACH,
+    TAIL_ROWS,
     TAIL_SAMPLES,
     TAIL_TRIFLE,
     Geometry,
@@ -41,15 +42,17 @@ def test_without_a_tail_unvisited_keys_count_for_nothing(rng):
 
 
 def test_a_tail_has_nothing_of_the_future(rng):
-    """Moments are those of candidates, none of which is in the segment: a later key changes no bit of a row."""
+    """Moments are those of candidates, none of which is in the segment: a later key changes no bit of a row, but of
+    those whose samples are believed together with a later row's."""
     q, k, v = (rng.standard_normal((1, 1, 256, 8)) for _ in range(3))
     config = S2OConfig(segment=64, tau=1e9, block_m=64, block_n=32, unit=8, tail="first_order", rank="weight")
     o = s2o.s2o(q, k, v, config).o
-    k[:, :, 200:] += 1  # from the middle of the last segment on, whose rows have the tail of 192 candidates
-    v[:, :, 200:] += 1
+    later = 192 + TAIL_ROWS  # from within the last segment on, whose rows have the tail of 192 candidates
+    k[:, :, later:] += 1
+    v[:, :, later:] += 1
     changed = s2o.s2o(q, k, v, config).o
-    np.testing.assert_array_equal(changed[:, :, :200], o[:, :, :200])
-    assert (changed[:, :, 200:] != o[:, :, 200:]).any(axis=-1).all()
+    np.testing.assert_array_equal(changed[:, :, :later], o[:, :, :later])
+    assert (changed[:, :, later:] != o[:, :, later:]).any(axis=-1).all()
 
 
 def test_equal_keys_need_no_visit(rng):
@@ -238,6 +241,24 @@ def test_samples_are_believed_as_far_as_halves_agree(rng, apart, believed):
 
 
 @pytest.mark.parametrize(("change", "believed"), [
+    ({}, 1 - 4 / 12), ({"mass": 1.0}, 1 - 4 / 12 * (0.5 / 0.75) ** 2), ({"alone": 1.0}, 1.0),
+    ({"mass": TAIL_TRIFLE}, 1.0), ({"carrying": TAIL_SAMPLES}, 1.0),
+])  # fmt: skip
+def test_rows_in_turn_are_believed_together(rng, change, believed):
+    """Of 16 rows 12 have samples that agree, and 4 that do not and count by the square of what they may bring."""
+    regressed = np.zeros(40)
+    values = np.ones((TAIL_SAMPLES, 40))
+    values[TAIL_SAMPLES // 2 :][1::2] = -1
+    differ = np.arange(40) % 4 == 3
+    differ[TAIL_ROWS : 2 * TAIL_ROWS] = False
+    weight = np.where((np.arange(TAIL_SAMPLES) < TAIL_SAMPLES // 2) == ~differ[:, None], 1.0, 0.0)
+    of = {"mass": 3.0, "tilt": 0.0, "weight": weight, "carrying": 0.0, "alone": 0.0, "largest": 0.0, "of_all": 3.0}
+    of |= {name: np.where(differ, change.get(name, x), x) for name, x in of.items() if name != "weight"}
+    found = tail.tail_values(tail.TailWeights(**of), values, np.broadcast_to(regressed, (40, 40))).believed
+    np.testing.assert_allclose(found[~differ], np.where(np.arange(40)[~differ] // TAIL_ROWS == 1, 1, believed))
+
+
+@pytest.mark.parametrize(("change", "believed"), [
     ({"carrying": 0.75 * TAIL_SAMPLES / 4}, 0.75), ({"carrying": TAIL_SAMPLES}, 0.0),
     ({"mass": TAIL_TRIFLE}, 0.0), ({"mass": 1.5 * TAIL_TRIFLE}, 0.5), ({"mass": 2 * TAIL_TRIFLE}, 1.0),
 ])  # fmt: skip
@@ -247,7 +268,7 @@ def test_samples_are_not_believed_where_all_carry_the_weight_or_little_is_added(
     assert found.believed == pytest.approx(believed)
 
 
-@pytest.mark.parametrize(("share", "believed"), [(TAIL_HALF, 0.0), (1.5 * TAIL_HALF, 0.5), (2 * TAIL_HALF, 1.0)])
+@pytest.mark.parametrize(("share", "believed"), [(TAIL_LIGHT, 0.0), (1.5 * TAIL_LIGHT, 0.5), (2 * TAIL_LIGHT, 1.0)])
 def test_a_half_with_next_to_no_weight_says_nothing(rng, share, believed):
     regressed, values = halves(rng, 1.0)
     weight = np.where(np.arange(TAIL_SAMPLES) % 2, share, 1 - share)

@@ -78,12 +78,13 @@ def test_all_segments_are_the_whole_call(changes, qkv):
 
 
 def test_all_segments_on_every_device(device, qkv):
-    """On a GPU both outputs are rounded, one pass over all keys differently from two: so far they may be apart."""
+    """On a GPU both outputs are rounded, one pass over all keys differently from two: so far they may be apart. On a
+    CPU float32 sums have another order, by 1e-6, and halves of a tail agree by quotients of their small differences."""
     q, k, v = (device.array(x) for x in qkv(3000, heads=4, kv_heads=2))
     config = replace(device.config, tau=1)
     expected = whole(q, k, v, config)
     assert expected[2] > 0.01 and expected[3] < 0.95
-    agree(error_per_head(q, k, v, config, segments=ALL), expected, 1e-4 if device.kind == "cpu" else 0.03)
+    agree(error_per_head(q, k, v, config, segments=ALL), expected, 5e-4 if device.kind == "cpu" else 0.03)
 
 
 def test_every_argument_reaches_the_calls(qkv):

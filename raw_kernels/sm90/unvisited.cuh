@@ -206,11 +206,12 @@ __device__ __forceinline__ void believe(Consumer<Traits>& my, Sample<Traits>& sa
   wgmma_wait<0>();
   finished(x);
   const float2* means = reinterpret_cast<const float2*>(my.shared.mean_values) + my.lane % 4;
+  float agreed = 0.f, both = 0.f;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float per_even = __fdividef(1.f, all_say.even[h]);
     const float per_odd = __fdividef(1.f, all_say.weights[h] - all_say.even[h]);
-    float agreed = 0.f, both = 0.f, zero = 0.f;
+    float zero = 0.f, of_row = 0.f, both_of_row = 0.f;
 #pragma unroll
     for (int d = 0; d < kEvidence / 8; ++d) {
       const float2 mean = means[d * 4];
@@ -221,18 +222,24 @@ __device__ __forceinline__ void believe(Consumer<Traits>& my, Sample<Traits>& sa
         const float sum = even_sum(my, i);
         const float a = fmaf(sum, per_even, -regressed);
         const float b = fmaf(sampled(my, sample)[i] - sum, per_odd, -regressed);
-        agreed = fmaf(a, b, agreed);
-        both = fmaf(a + b, a + b, both);
+        of_row = fmaf(a, b, of_row);
+        both_of_row = fmaf(a + b, a + b, both_of_row);
       }
     }
-    all_say.believed[h] *= SampleSums::agreement(SampleSums::of_quad(agreed), SampleSums::of_quad(both));
-    all_say.believed[h] = fmaxf(all_say.believed[h], all_say.alone[h]);
     // A value that is not finite makes sums of every row so. Then no row believes its samples.
 #pragma unroll
     for (int d = 0; d < Traits::kDimTiles; ++d)
       zero = fmaf(sampled(my, sample)[d * 4 + 2 * h], 0.f, fmaf(sampled(my, sample)[d * 4 + 2 * h + 1], 0.f, zero));
-    if (SampleSums::of_quad(zero) != 0.f) all_say.believed[h] = 0.f;
+    if (SampleSums::of_quad(zero) != 0.f) all_say.believed[h] = all_say.alone[h] = 0.f;
+    const float may = all_say.may_bring(h);
+    if (may > 0.f) {
+      agreed = fmaf(may * may, of_row, agreed);
+      both = fmaf(may * may, both_of_row, both);
+    }
   }
+  const float believed = SampleSums::agreement(agreed, both);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) all_say.believed[h] = fmaxf(all_say.believed[h] * believed, all_say.alone[h]);
 }
 
 // Adds to acc what the rows' samples say: their values as far as they are believed, else the regression's.
@@ -294,7 +301,10 @@ __device__ __forceinline__ void add_unvisited(Consumer<Traits>& my, const TailAt
                                               uint32 q, int left) {
   static_assert(Traits::kBlockN == 2 * kPart && Traits::kBlockN == kTailHalf, "one tile of keys is half of the sample");
   const TailScores scores{all.scale_log2, all.cap_scale};
-  const float found[2] = {my.m[0] + __log2f(my.l[0]), my.m[1] + __log2f(my.l[1])};
+  const int* rows = my.shared.rows[nth % 2] + my.first_row;
+  float found[2];  // a row that is not there has found so much that nothing is added to it
+#pragma unroll
+  for (int h = 0; h < 2; ++h) found[h] = rows[8 * h] < 0 ? infinity() : my.m[h] + __log2f(my.l[h]);
   Sample<Traits> sample;
   sample.samples = tail_samples(left);
   sample.parts = sample.samples / kPart;

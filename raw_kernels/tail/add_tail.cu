@@ -91,15 +91,16 @@ struct TailTile : TailRows<Traits> {
     return row * (kTailSlice * 2) + (chunk ^ row / 2 % 4) * 16;
   }
   // Dimensions d .. d + kTailSlice of all samples' values.
-  __device__ __forceinline__ void load_values(int d) const {
+  __device__ __forceinline__ void fetch_values(uint4 (&values)[kValueRows], int d) const {
     const int dims = p.geometry.head_dim - d, first = threadIdx.x % 4 * 8;
-    const uint32 buffer = shared_address(shared.rows) + threadIdx.x % 4 * 4;
-    uint4 values[kValueRows];
 #pragma unroll
     for (int i = 0; i < kValueRows; ++i) {
       const uint16* row = at.values[i * kValueRowsAtOnce + threadIdx.x / 4] + d;
       values[i] = Traits::kAligned ? load_16_or_zeros(row + first, first < dims) : load_unaligned(row, first, dims);
     }
+  }
+  __device__ __forceinline__ void place_values(const uint4 (&values)[kValueRows]) const {
+    const uint32 buffer = shared_address(shared.rows) + threadIdx.x % 4 * 4;
 #pragma unroll
     for (int i = 0; i < kValueRows; ++i) {
       const int row = i * kValueRowsAtOnce + threadIdx.x / 4;
@@ -110,21 +111,30 @@ struct TailTile : TailRows<Traits> {
   }
   // Of this thread's part of all values; the block's threads look at each.
   __device__ __forceinline__ bool values_are_finite() const {
+    constexpr int kOfThread = kTailSamples * kChunks / kThreads, kAtOnce = kOfThread < 8 ? kOfThread : 8;
+    const int dims = p.geometry.head_dim;
     bool finite = true;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kTailSamples * kChunks; i += kThreads) {
-      const uint16* row = at.values[i / kChunks];
-      const int first = i % kChunks * 8, dims = p.geometry.head_dim;
-      const uint4 x = Traits::kAligned ? load_16_or_zeros(row + first, first < dims) : load_unaligned(row, first, dims);
-      finite &= !(has_nonfinite<Element>(x.x) || has_nonfinite<Element>(x.y) || has_nonfinite<Element>(x.z) ||
-                  has_nonfinite<Element>(x.w));
+    for (int begin = threadIdx.x; begin < kTailSamples * kChunks; begin += kAtOnce * kThreads) {
+      uint4 values[kAtOnce];  // on their way together
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int i = begin + j * kThreads, first = i % kChunks * 8;
+        const uint16* row = at.values[i / kChunks];
+        values[j] = Traits::kAligned ? load_16_or_zeros(row + first, first < dims) : load_unaligned(row, first, dims);
+      }
+#pragma unroll
+      for (const uint4& x : values)
+        finite &= !(has_nonfinite<Element>(x.x) || has_nonfinite<Element>(x.y) || has_nonfinite<Element>(x.z) ||
+                    has_nonfinite<Element>(x.w));
     }
     return finite;
   }
-  // Both, and waits for them.
-  __device__ __forceinline__ void load_slices(int d, bool values_too) const {
+  // Slice d of the covariance and `values`, those of the slice; then `values` are the next slice's, on their way.
+  __device__ __forceinline__ void load_slices(int d, uint4 (&values)[kValueRows], bool has_values) const {
     load_covariance(d);
-    if (values_too) load_values(d);
+    if (has_values) place_values(values);
+    if (has_values && d + kTailSlice < p.geometry.head_dim) fetch_values(values, d + kTailSlice);
     cp_async_wait<0>();
     __syncthreads();
   }
@@ -238,19 +248,6 @@ struct TailTile : TailRows<Traits> {
     bring(1, false);
     add_half<1>(sums);
   }
-  __device__ __forceinline__ void find_top(SampleSums& sums) {
-    const TailScores scores = Rows::scores();
-    float x[kTiles][4];
-    sums.clear_top();
-#pragma unroll 1
-    for (int i = 0; i < 2 * kSlices; ++i) {
-      if (i % kSlices == 0) bring(i / kSlices, false);
-      multiply<Element>(x, thread_rows(shared_address(shared.rows)) + i % kSlices * (kTailSlice * kHeadDim * 2));
-      sums.template find_top<kTiles>(scores, [&](int j, int h, int e) { return x[j][2 * h + e]; });
-    }
-    sums.raise_base();
-  }
-
   __device__ __forceinline__ void add() {
     if (threadIdx.x < 32) Rows::describe();
     __syncthreads();
@@ -269,7 +266,7 @@ struct TailTile : TailRows<Traits> {
     sums.base[1] = lse[1];
     find_sums(sums, true);
     if (__syncthreads_or(sums.overflow())) {  // seldom: sums in units of the largest weight
-      find_top(sums);
+      sums.raise_base();
       find_sums(sums, false);
     }
     SampleFindings found = sums.finish(at.work.left, tail_samples(at.work.left), p.scale, lse);
@@ -279,18 +276,17 @@ struct TailTile : TailRows<Traits> {
     bool samples_count = __syncthreads_or(fmaxf(found.believed[0], found.alone[0]) > 0.f ||
                                           fmaxf(found.believed[1], found.alone[1]) > 0.f);
     if (samples_count) samples_count = __syncthreads_and(values_are_finite());
-    if (samples_count) {
-      load_slices(0, true);
-      believe(found);
-      __syncthreads();
-    }
+    uint4 values[kValueRows];
+    if (samples_count) fetch_values(values, 0);
+    load_slices(0, values, samples_count);
+    if (samples_count) believe(found);
     Rows::begin_outputs(found.mass);
     const float per_sample[2] = {__fdividef(1.f, found.weights[0]), __fdividef(1.f, found.weights[1])};
 #pragma unroll 1
     for (int d = 0; d < p.geometry.head_dim; d += kTailSlice) {
       uint4 before[2];
       Rows::load_outputs(before, d);
-      load_slices(d, samples_count);
+      if (d > 0) load_slices(d, values, samples_count);
       float x[kTiles][4], sampled[kTiles][4];
       multiply<Bfloat16>(x, thread_rows(covariance()));
       clear(sampled);
@@ -317,11 +313,12 @@ struct TailTile : TailRows<Traits> {
     multiply_values(even, 0);
     multiply_values(odd, 1);
     const float* mean = at.mean_values + lane % 4 * 8;
+    float agreed = 0.f, both = 0.f;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float per_even = __fdividef(1.f, found.even[h]);
       const float per_odd = __fdividef(1.f, found.weights[h] - found.even[h]);
-      float agreed = 0.f, both = 0.f;
+      float of_row = 0.f, both_of_row = 0.f;
 #pragma unroll
       for (int j = 0; j < kTiles; ++j)
 #pragma unroll
@@ -329,12 +326,18 @@ struct TailTile : TailRows<Traits> {
           const float regressed = fmaf(found.tilt[h] * p.scale, x[j][2 * h + e], mean[2 * j + e]);
           const float a = fmaf(even[j][2 * h + e], per_even, -regressed);
           const float b = fmaf(odd[j][2 * h + e], per_odd, -regressed);
-          agreed = fmaf(a, b, agreed);
-          both = fmaf(a + b, a + b, both);
+          of_row = fmaf(a, b, of_row);
+          both_of_row = fmaf(a + b, a + b, both_of_row);
         }
-      found.believed[h] *= SampleSums::agreement(SampleSums::of_quad(agreed), SampleSums::of_quad(both));
-      found.believed[h] = fmaxf(found.believed[h], found.alone[h]);
+      const float may = found.may_bring(h);
+      if (may > 0.f) {
+        agreed = fmaf(may * may, of_row, agreed);
+        both = fmaf(may * may, both_of_row, both);
+      }
     }
+    const float believed = SampleSums::agreement(agreed, both);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) found.believed[h] = fmaxf(found.believed[h] * believed, found.alone[h]);
   }
   __device__ __forceinline__ void to_bfloat16() {
 #pragma unroll

@@ -30,6 +30,13 @@ struct SampleFindings {
   float believed[2];  // how far the samples' own values count, as if both halves of them agreed until these are asked
   float alone[2];     // of them at least: one that carries the weight alone counts for itself
   float weights[2], even[2];  // sums of them, and of those of even number
+
+  // How far the samples' values may move a row's, if both halves agree; a row that is not there has no mass.
+  __device__ __forceinline__ float may_bring(int h) const {
+    float added = mass[h];
+    asm volatile("" : "+f"(added));  // or parts of it are kept for where they come again
+    return __fdividef(added, 1.f + added) * believed[h] * (1.f - alone[h]);
+  }
 };
 
 // Of two rows of which a thread has a quarter each, and the rest its neighbours, lanes 4 i .. 4 i + 3. Of a half's samples
@@ -55,8 +62,15 @@ struct SampleSums {
     return x + __shfl_xor_sync(kFullWarp, x, 2);
   }
   static __device__ __forceinline__ float within_one(float x) { return fminf(fmaxf(x, 0.f), 1.f); }
-  // How far two halves agree, by sums over elements of a b and of (a + b)^2; 0 where these are no numbers.
+  // How far both halves agree, by a thread's sums over elements of its rows of a b and of (a + b)^2, each row's by the square
+  // of what its samples `may_bring`: of a warp's 16 rows together, as one row's samples are too few to tell. 0 where these are
+  // no numbers.
   static __device__ __forceinline__ float agreement(float agreed, float both) {
+#pragma unroll
+    for (int lane = 1; lane < 32; lane *= 2) {
+      agreed += __shfl_xor_sync(kFullWarp, agreed, lane);
+      both += __shfl_xor_sync(kFullWarp, both, lane);
+    }
     return agreed > 0.f ? within_one(4.f * agreed / both) : 0.f;
   }
   static __device__ __forceinline__ float of_largest(float x) {
@@ -111,27 +125,17 @@ struct SampleSums {
         }
       }
   }
-  // Whether weights of one of the thread's rows are too large, or not finite. Then that row's base is to be raised, by
-  // its own samples alone, in two steps: the largest take the place of weights, from -infinity on.
+  // Whether weights of one of the thread's rows are too large, or not finite. Then that row's base is to be raised to its
+  // own largest sample.
   __device__ __forceinline__ bool overflow() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) too_large[h] = !(of_quad(weights[h]) < kLargestSum);
     return too_large[0] || too_large[1];
   }
-  __device__ __forceinline__ void clear_top() { weights[0] = weights[1] = -infinity(); }
-  template <int kTiles, class Product>
-  __device__ __forceinline__ void find_top(const TailScores& scores, const Product& product) {
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j)
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-        weights[h] =
-            fmaxf(weights[h], fmaxf(scores.size(product(j, h, 0), base[h]), scores.size(product(j, h, 1), base[h])));
-  }
   __device__ __forceinline__ void raise_base() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float most = of_largest(weights[h]);
+      const float most = of_largest(top[h]);
       if (too_large[h]) base[h] += fmaxf(most, 0.f);  // others keep their bits
     }
   }
@@ -164,7 +168,7 @@ struct SampleSums {
       const float learnt = fmaxf(1.f - __fdividef(carrying * 4.f, 3.f * samples), 0.f);
       const float lighter = __fdividef(fminf(of_even, sum - of_even), sum);
       y.believed[h] = learnt * within_one(mass * spec::kTailTrifleParts - 1.f) *
-                      within_one(lighter * spec::kTailHalfParts - 1.f);
+                      within_one(lighter * spec::kTailLightParts - 1.f);
       y.weights[h] = sum;
       y.even[h] = of_even;
     }

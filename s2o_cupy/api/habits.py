@@ -91,27 +91,30 @@ def answers_habits(function: Function) -> Function:
     positional = len(known) - len(options)
     needed = [name for name, x in known.items() if x.default is x.empty]
     first = len([name for name in needed if name not in options])  # of those, without a name
-    by_name = len(needed) > first
+
+    def misfit(arguments: tuple[Any, ...], given: dict[str, Any]) -> str | None:
+        """Why ``function`` has no place for these arguments."""
+        if not takes_others and not names.issuperset(given):
+            unknown = next(name for name in given if name not in known)
+            return f"{unknown} is not an argument; {_hint(unknown, known)}"
+        if len(arguments) > positional:
+            accepted = f"up to {positional}, the others by name: {', '.join(options)}"
+            return f"{without_names(len(arguments))}; accepted: {accepted}"
+        for name in needed[min(len(arguments), first) :]:
+            if name not in given:
+                what = f", {_NEEDED[name]}" if name in _NEEDED else ""
+                return f"{name} is missing{what}; accepted: {', '.join(needed)}"
+        return None
 
     @functools.wraps(function)
     def call(*arguments: Any, **given: Any) -> Any:
-        if not takes_others and not names.issuperset(given):
-            unknown = next(name for name in given if name not in known)
-            raise ArgumentTypeError(f"{unknown} is not an argument; {_hint(unknown, known)}", function.__name__)
-        if len(arguments) > positional:
-            raise ArgumentTypeError(
-                f"{without_names(len(arguments))}; accepted: up to {positional}, "
-                f"the others by name: {', '.join(options)}",
-                function.__name__,
-            )
-        if by_name or len(arguments) < first:
-            for name in needed[min(len(arguments), first) :]:
-                if name not in given:
-                    what = f", {_NEEDED[name]}" if name in _NEEDED else ""
-                    raise ArgumentTypeError(
-                        f"{name} is missing{what}; accepted: {', '.join(needed)}", function.__name__
-                    )
-        return function(*arguments, **given)
+        try:
+            return function(*arguments, **given)
+        except TypeError:  # its signature refused them, or what it does: only the first has another answer here
+            reason = misfit(arguments, given)
+            if reason is None:
+                raise
+            raise ArgumentTypeError(reason, function.__name__) from None
 
     return cast("Function", call)
 

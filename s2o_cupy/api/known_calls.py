@@ -49,29 +49,33 @@ class KnownCall:
     def run(self, q: Any, k: Any, v: Any, out: Any, return_lse: bool) -> Any:
         """What `run.run` does; None: nothing is done, as only that can say why."""
         batch = self.batch
-        if batch is None or not self.framework.is_current(self.ordinal):
+        if batch is None:
             return None
         framework = self.framework
+        stream = framework.stream_on(self.ordinal)
+        if stream is None:
+            return None
         try:
-            of_q, of_k, of_v = framework.pointer(q), framework.pointer(k), framework.pointer(v)
+            is_new = out is None
+            if is_new:
+                out = framework.new_like(batch.shape_q, batch.whole.dtype, q)
+            arrays = framework.pointers((q, k, v, out))
         except RuntimeError:  # a tensor that stands for others has none
             return None
-        if out is None:
-            out = framework.new_like(batch.shape_q, batch.whole.dtype, q)
-            arrays = of_q, of_k, of_v, framework.pointer(out)
-        else:
-            arrays = of_q, of_k, of_v, framework.pointer(out)
-            if not self._is_apart(arrays):
-                return None
+        if not is_new and not self._is_apart(arrays):
+            return None
         lse = framework.output(batch.lse_shape, "float32", q, host=False).native if return_lse else None
         aligned = begins_aligned(arrays, None)
-        prepared, pipeline = self.prepared.get(aligned), on_gpu.load_pipeline()
-        if prepared is None:
-            layout = on_gpu.layout_of(batch, self.form_of_out, aligned, None)
-            prepared = self.prepared[aligned] = pipeline.prepared(batch.whole, batch.config, layout)
-        at = Addresses(*arrays, lse=0 if lse is None else address(lse))
-        prepared.run(at, framework.stream(self.ordinal), framework.memory(q) or pipeline.allocate)
+        prepared = self.prepared.get(aligned) or self._prepare(batch, aligned)
+        memory = (framework.memory(q) or on_gpu.load_pipeline().allocate) if prepared.workspace.nbytes else None
+        of_q, of_k, of_v, of_out = arrays
+        prepared.run(Addresses(of_q, of_k, of_v, of_out, lse=address(lse)), stream, memory)
         return out if lse is None else (out, lse)
+
+    def _prepare(self, batch: Batch, aligned: bool) -> Any:
+        layout = on_gpu.layout_of(batch, self.form_of_out, aligned, None)
+        prepared = self.prepared[aligned] = on_gpu.load_pipeline().prepared(batch.whole, batch.config, layout)
+        return prepared
 
     def _is_apart(self, arrays: tuple[int, ...]) -> bool:
         """Whether ``out`` shares no byte with q, k and v; no array is empty."""
@@ -87,11 +91,12 @@ def _reach(x: ArrayInfo) -> tuple[int, int]:
 def find_known_call(q: Any, k: Any, v: Any, out: Any, *options: Any) -> KnownCall | None:
     """The one for calls of these arrays and options; None: of arrays of which a glance does not tell all, or options
     that are not plain values."""
-    look = framework_of("q", q).look
-    looks = look(q), look(k), look(v), () if out is None else look(out)
-    return _known(*looks, *options) if None not in looks and PLAIN.issuperset(map(type, options)) else None
+    if not PLAIN.issuperset(map(type, options)):
+        return None
+    looks = framework_of("q", q).look((q, k, v) if out is None else (q, k, v, out))
+    return None if looks is None else _known(looks, *options)
 
 
 @remembered
-def _known(*looks_and_options: Any) -> KnownCall:
+def _known(looks: tuple[Any, ...], *options: Any) -> KnownCall:
     return KnownCall()

@@ -15,11 +15,14 @@ from ..spec import S2OError
 __all__ = ["import_cupy"]
 
 _lock = threading.Lock()
+_whole: Any = None  # CuPy, once all of it is there
 
 
 def import_cupy() -> Any:
+    global _whole
     imported = sys.modules.get("cupy")
-    if imported is not None and not _is_being_imported(imported):
+    if imported is not None and (imported is _whole or not _is_being_imported(imported)):
+        _whole = imported
         return imported
     with _lock:
         if "cupy" not in sys.modules and _cache_folder_is_missing():

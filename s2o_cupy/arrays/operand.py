@@ -212,7 +212,7 @@ class Layout(NamedTuple):
         )  # fmt: skip
 
 
-def begins_aligned(arrays: tuple[int, int, int, int], paging: Paging | None) -> bool:
+def begins_aligned(arrays: tuple[int, ...], paging: Paging | None) -> bool:
     """Whether q, k, v and out begin on 16 bytes, keys and values of 8 bits on 8: what the fast copies need."""
     q, k, v, out = arrays
     of_cache = k | v
@@ -250,4 +250,4 @@ def axes(
 
 def address(native: Any) -> int:
     """Where an array on a GPU begins; 0 for None, an output that is not wanted."""
-    return 0 if native is None else framework_of("array", native).pointer(native)
+    return 0 if native is None else framework_of("array", native).pointers((native,))[0]

@@ -203,12 +203,13 @@ class Prepared:
         self._mapped_at: tuple[int, ...] = ()  # the addresses, as of BASES, that maps have
         self.replays = len(steps) > GRAPH_LAUNCHES
         self._pointed: tuple[Any, ...] = ()  # the addresses that parameters and maps have
+        self._launched = Launched(self.plan, LAUNCHED)
 
     def run(
-        self, at: Addresses, stream: int, memory: Memory, observe: Observer | None = None,
+        self, at: Addresses, stream: int, memory: Memory | None, observe: Observer | None = None,
         await_keys: Await | None = None,
     ) -> Launched:  # fmt: skip
-        """For the arguments see the module's `run`."""
+        """For the arguments see the module's `run`. ``memory`` may be None where the workspace is empty."""
         if self.needs_taus and not at.taus:
             error = getattr(self.config, "error", None)
             raise ValueError(f"S2OConfig: error is {error}, whose taus nobody has found here; accepted: a tau")
@@ -216,21 +217,25 @@ class Prepared:
             await_keys()
             await_keys = None
         # A short dense call needs none: to allocate and clear it takes the host as long as a launch does.
-        address, keeper = memory(self.workspace.nbytes) if self.workspace.nbytes else (0, None)
-        graphs = LAUNCHED
+        address, keeper = memory(self.workspace.nbytes) if memory and self.workspace.nbytes else (0, None)
+        launched = self._launched
         with self.program.lock:
             if observe is not None:
                 self._begin(at, address, stream)
                 self._run_observed(address, keeper, stream, observe)
             elif self.replays and await_keys is None:
                 graphs = self.program.replay((*at, address), stream, lambda into: self._launch(at, address, into))
+                launched = Launched(self.plan, graphs)
             else:
                 self._launch(at, address, stream, await_keys)
-        return Launched(self.plan, graphs)
+        return launched
 
     def _launch(self, at: Addresses, address: int, stream: int, await_keys: Await | None = None) -> None:
         """Also into a graph, which copies parameters as any launch does: the program is free for other addresses."""
         self._begin(at, address, stream)
+        if await_keys is None:
+            self.program.launch_all(stream)
+            return
         for i, step in enumerate(self.program.launches):
             if await_keys is not None and step.stage != "pass1":
                 await_keys()

@@ -86,6 +86,11 @@ class Program:
         place = (int(self._structs[i]) - self.buffer.ctypes.data) // WORD_BYTES
         return self.buffer[place : place + self.launches[i].kernel.family.params.map_bytes // WORD_BYTES]
 
+    def launch_all(self, stream: int) -> None:
+        """Enqueue every launch, in order, with its parameters as they are now."""
+        for function, blocks, threads, shared_bytes, struct in self._launches:
+            driver.launchKernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, struct, 0)
+
     def launch(self, i: int, stream: int, blocks: int | None = None) -> None:
         """Enqueue launch ``i`` with its parameters as they are now, which are copied. ``blocks``: where they are not
         those that it was made with."""

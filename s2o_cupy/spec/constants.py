@@ -62,9 +62,10 @@ WEIGHT_RUN = 8  # queries behind a pooled query of rank="weight", where nobody s
 TAIL_SAMPLES = 256  # unvisited candidates that say how much all of them weigh, and what their values are
 TAIL_FEW = 8192  # unvisited candidates: fewer of them have half as many samples
 TAIL_DOUBT = 4  # so many of them that share the weight evenly are believed by half
+TAIL_ROWS = 16  # of a q tile in turn that say together how far their samples' values count: a warp's
 TAIL_EVIDENCE = 32  # elements of values that tell how far the samples' are to be believed
 TAIL_TRIFLE = 1 / 64  # of what a row has found: where no more than this is added, values are the regression's
-TAIL_HALF = 1 / 512  # of the samples' weight: where one of both halves has no more than this, it says nothing
+TAIL_LIGHT = 1 / 512  # of the samples' weight: where one of both halves has no more than this, it says nothing
 TAIL_REACH = 100  # log2 of how many times all that a row has found one of them may weigh
 MOMENT_KEYS = 2048  # keys between a power of two and the next that means and covariances are taken from, at most
 GRAIN_KEYS = 256  # at most, of which the numbers of keys that moments are taken of are multiples
@@ -90,7 +91,7 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kTailReach": TAIL_REACH,
     "kTailEvidence": TAIL_EVIDENCE,
     "kTailTrifleParts": round(1 / TAIL_TRIFLE),
-    "kTailHalfParts": round(1 / TAIL_HALF),
+    "kTailLightParts": round(1 / TAIL_LIGHT),
     "kOutlierShift": OUTLIER_SHIFT,
     "kBlockUnits": BLOCK_UNITS,
     "kSampledOfBlock": SAMPLED_OF_BLOCK,

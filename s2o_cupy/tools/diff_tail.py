@@ -84,11 +84,28 @@ def _alone_off(found: Any, relative: Array) -> Array:
     return np.minimum(weighs + carries, 1)
 
 
+def _may(found: Any, relative: Array, alone_off: Array) -> Array:
+    """How far the samples' values may move rows' values [M] at most, or at least where ``relative`` is negative: by so
+    much weights are larger."""
+    from ..reference import tail
+
+    light = np.where(np.arange(found.weight.shape[1]) % 2, 1, 1 + 2 * relative[:, None])
+    lighter = found.weight[:, ::2].sum(axis=1) < found.weight[:, 1::2].sum(axis=1)
+    light = np.where(lighter[:, None], light, light[:, ::-1])
+    moved = found._replace(
+        mass=found.mass * (1 + relative), carrying=found.carrying * (1 - 4 * relative), weight=found.weight * light,
+        alone=np.clip(found.alone - np.sign(relative) * _alone_off(found, alone_off), 0, 1),
+    )  # fmt: skip
+    return tail.at_most(moved)[1]
+
+
 def _values_off(
     found: Any, values: Any, size: Array, relative: Array, regressed_off: Array, regressed: Array
 ) -> Array:
     """What values between samples' and a regression's may be off by [M, D], beside the regression: ``size``
     [samples, D] of the samples' values, ``relative`` [M] error of their weights."""
+
+    from ..reference import tail
 
     def mean_off(weight: Array, of: Array) -> Array:  # weights and values are rounded to 16 bits, to bfloat16 at worst
         mean = np.nan_to_num(weight @ of) / np.maximum(weight.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
@@ -101,10 +118,15 @@ def _values_off(
         norm(mean_off(found.weight[:, i::2], size[i::2, :elements]) + regressed_off[:, :elements]) for i in (0, 1)
     ]
     both = norm(even + odd)
-    # Of believed = most * 4 even . odd / |even + odd|^2 by its derivatives. `relative` is what the mass is off by, six
-    # times a weight: (64 mass - 1) moves by 2 of it at most, the other two factors of most by 4 / 6 each.
+    # Of believed = most * 4 even . odd / |even + odd|^2 by its derivatives, and most by how the weight is spread, which
+    # rows are weighed by, too. `relative` is what the mass is off by, six times a weight: (64 mass - 1) moves by 2 of
+    # it at most, the other two factors of most by 4 / 6 each.
     off = 4 * (halves_off[0] * norm(odd) + halves_off[1] * norm(even)) + 2 * both * sum(halves_off)
-    agreement_off = np.minimum(np.divide(off, both**2, where=both > 0, out=np.ones_like(both)), 1)
+    ends = [_may(found, sign * relative, relative) for sign in (-1, 1)]
+    apart_off = np.sqrt(np.maximum(ends[1] ** 2 - ends[0] ** 2, 0))
+    off = tail.of_rows(values.may, off) + tail.of_rows(apart_off, 4 * norm(even) * norm(odd) + both**2)
+    of_all = tail.of_rows(values.may, both**2)
+    agreement_off = np.minimum(np.divide(off, of_all, where=of_all > 0, out=np.ones_like(off)), 1)
     apart = np.abs(np.nan_to_num(values.sampled - regressed))  # [M, D]
     believed_off = values.most * agreement_off + np.where(values.most > 0, 4 * relative, 0)
     believed_off = believed_off + _alone_off(found, relative)

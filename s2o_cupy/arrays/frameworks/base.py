@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -40,18 +40,19 @@ class Framework:
         """All that a call needs to know of ``x``, at once."""
         raise NotImplementedError
 
-    def look(self, x: Any) -> tuple[Any, ...] | None:
-        """All that `check` and `describe` look at, but for the address: an array that looks as one that was accepted is
-        accepted. None: there is more to it than a glance tells, or it is of another framework."""
+    def look(self, arrays: Iterable[Any]) -> tuple[Any, ...] | None:
+        """All that `check` and `describe` look at in each, but for the address: an array that looks as one that was
+        accepted is accepted. None: there is more to one than a glance tells, or it is of another framework."""
         return None
 
-    def is_current(self, ordinal: int) -> bool:
-        """Whether it is the current device of all that a call uses: then `scope` without a stream has nothing to do."""
-        return False
+    def stream_on(self, ordinal: int) -> int | None:
+        """The handle of the stream to launch on where ``ordinal`` is the current device of all that a call uses: then
+        `scope` without a stream has nothing to do. None: it is not."""
+        return None
 
-    def pointer(self, native: Any) -> int:
-        """Where what ``ArrayInfo.native`` is begins, if no more is asked."""
-        return self.describe(native).pointer
+    def pointers(self, natives: Iterable[Any]) -> tuple[int, ...]:
+        """Where what ``ArrayInfo.native`` is begins, of each, if no more is asked."""
+        return tuple([self.describe(x).pointer for x in natives])
 
     def dtype(self, x: Any) -> str:
         return dtype_name(x.dtype)
@@ -76,8 +77,8 @@ class Framework:
         """A copy of what ``ArrayInfo.native`` is, whose rows are contiguous."""
         return native.copy()
 
-    def stream(self, ordinal: int | None = None) -> int:
-        """The handle of the stream to launch on, inside `scope`. ``ordinal``: of the current device, if known."""
+    def stream(self) -> int:
+        """The handle of the stream to launch on, inside `scope`."""
         return import_cupy().cuda.get_current_stream().ptr
 
     def is_capturing(self) -> bool:

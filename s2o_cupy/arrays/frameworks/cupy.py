@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,19 +27,26 @@ class CupyFramework(Framework):
         device = Device("cuda", x.data.device_id)
         return ArrayInfo(x.data.ptr, x.shape, x.strides, x.itemsize, dtype_name(x.dtype), device, x)
 
-    def look(self, x: Any) -> tuple[Any, ...] | None:
-        return (x.shape, x.strides, x.dtype, x.data.device_id) if type(x) is sys.modules["cupy"].ndarray else None
+    def look(self, arrays: Iterable[Any]) -> tuple[Any, ...] | None:
+        ndarray = sys.modules["cupy"].ndarray
+        looks: list[Any] = []
+        for x in arrays:
+            if type(x) is not ndarray:
+                return None
+            looks += (x.shape, x.strides, x.dtype, x.data.device_id)
+        return tuple(looks)
 
-    def is_current(self, ordinal: int) -> bool:
-        return import_cupy().cuda.runtime.getDevice() == ordinal
+    def stream_on(self, ordinal: int) -> int | None:
+        cuda = import_cupy().cuda
+        return cuda.get_current_stream().ptr if cuda.runtime.getDevice() == ordinal else None
 
     def scope(self, device: Device, stream: Any, arrays: Sequence[Any], *, host: bool) -> AbstractContextManager[Any]:
-        if stream is None and self.is_current(device.ordinal):
+        if stream is None and import_cupy().cuda.runtime.getDevice() == device.ordinal:
             return nullcontext()
         return cupy_scope(device, stream)
 
-    def pointer(self, native: Any) -> int:
-        return native.data.ptr
+    def pointers(self, natives: Iterable[Any]) -> tuple[int, ...]:
+        return tuple([x.data.ptr for x in natives])
 
     def on_host(self, x: Any) -> np.ndarray:
         return x.get()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -48,29 +48,49 @@ class TorchFramework(Framework):
             raise no_address(x) from None
         return ArrayInfo(pointer, *form, x)
 
-    def look(self, x: Any) -> tuple[Any, ...] | None:
+    def look(self, arrays: Iterable[Any]) -> tuple[Any, ...] | None:
         torch = sys.modules["torch"]
-        if type(x) is not torch.Tensor or x.requires_grad or torch.autograd.forward_ad._current_level >= 0:
+        if torch.autograd.forward_ad._current_level >= 0:
             return None
-        dtype = x.dtype
-        # No complex number has parts in bfloat16, of whose views alone the negative bit is set.
-        if x.layout is not torch.strided or x.is_nested or (dtype is not torch.bfloat16 and x.is_neg()):
-            return None
-        return x.shape, x.stride(), dtype, x.device
+        tensor, strided, bfloat16 = torch.Tensor, torch.strided, torch.bfloat16
+        looks: list[Any] = []
+        for x in arrays:
+            if type(x) is not tensor or x.requires_grad:
+                return None
+            dtype = x.dtype
+            # No complex number has parts in bfloat16, of whose views alone the negative bit is set.
+            if x.layout is not strided or x.is_nested or (dtype is not bfloat16 and x.is_neg()):
+                return None
+            looks += (x.shape, x.stride(), dtype, x.device)
+        return tuple(looks)
 
-    def pointer(self, native: Any) -> int:
-        return native.data_ptr()
+    def pointers(self, natives: Iterable[Any]) -> tuple[int, ...]:
+        return tuple([x.data_ptr() for x in natives])
 
     def dtype(self, x: Any) -> str:
         return torch_dtype_name(x.dtype)
 
     def scope(self, device: Device, stream: Any, arrays: Sequence[Any], *, host: bool) -> AbstractContextManager[Any]:
-        if device.kind == "cpu" or (stream is None and self.is_current(device.ordinal, host)):
+        if device.kind == "cpu" or (stream is None and self._is_current(device.ordinal, host)):
             return nullcontext()
         return self._other_scope(device, stream, arrays, host)
 
-    def is_current(self, ordinal: int, host: bool = False) -> bool:
-        if sys.modules["torch"].cuda.current_device() != ordinal:
+    def stream_on(self, ordinal: int) -> int | None:
+        return self._stream_of(ordinal) if self._is_current(ordinal) else None
+
+    def stream(self) -> int:
+        return self._stream_of(sys.modules["torch"].cuda.current_device())
+
+    def _stream_of(self, ordinal: int) -> int:
+        torch = sys.modules["torch"]
+        # What PyTorch's own compiler calls: making a Stream object takes two microseconds more.
+        raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        return raw(ordinal) if raw is not None else torch.cuda.current_stream(ordinal).cuda_stream
+
+    def _is_current(self, ordinal: int, host: bool = False) -> bool:
+        torch = sys.modules["torch"]
+        # What current_device() calls once CUDA has been begun, as it has where a tensor is on a GPU.
+        if getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)() != ordinal:
             return False
         # CuPy may come with a CUDA runtime of its own, whose current device need not be PyTorch's.
         return host or import_cupy().cuda.runtime.getDevice() == ordinal
@@ -99,13 +119,6 @@ class TorchFramework(Framework):
                 else:
                     stack.callback(in_use_until_now, arrays, given)
             yield
-
-    def stream(self, ordinal: int | None = None) -> int:
-        torch = sys.modules["torch"]
-        device = torch.cuda.current_device() if ordinal is None else ordinal
-        # What PyTorch's own compiler calls: making a Stream object takes two microseconds more.
-        raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-        return raw(device) if raw is not None else torch.cuda.current_stream(device).cuda_stream
 
     def is_capturing(self) -> bool:
         import torch
