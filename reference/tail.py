@@ -138,7 +138,8 @@ def tail_values(found: TailWeights, values: Array, regressed: Array) -> TailValu
     not. TAIL_ROWS rows in turn are asked together, each by the square of what its samples may bring, as one row's own
     are too few to tell. Where nearly all samples carry the weight there is little to learn from it, and their mean is
     the noisier one. Rows to which hardly anything is to be added keep the regression, as do those in which one half has
-    next to no weight, and all where a value is not finite. A sample that counts for itself has its own value.
+    next to no weight, and all where a value is not finite, or squares of a row are beyond float32, which kernels sum
+    in. A sample that counts for itself has its own value.
     """
 
     def mean(weight: Array, of: Array) -> Array:
@@ -150,8 +151,10 @@ def tail_values(found: TailWeights, values: Array, regressed: Array) -> TailValu
     )
     agreed, both = (even * odd).sum(axis=1), ((even + odd) ** 2).sum(axis=1)  # [M]
     most, may = at_most(found)
+    both = np.where(both <= np.finfo(np.float32).max, both, np.nan)
     agreed, both = of_rows(may, agreed), of_rows(may, both)
-    believed = np.fmax(np.where(agreed > 0, np.fmin(4 * agreed / both, 1), 0) * most, found.alone)
+    agreement = np.where(agreed > 0, np.fmax(np.minimum(4 * agreed / both, 1), 0), 0)  # [M]
+    believed = np.fmax(agreement * most, found.alone)
     if not np.isfinite(values).all():
         most, believed = np.zeros_like(most), np.zeros_like(believed)
     sampled = np.where(np.isfinite(values), values, 0)

@@ -256,6 +256,9 @@ _CHANGES: tuple[dict[str, Any], ...] = (
         for more in ({}, {"dtype": "float16"}, {"seqlen_k": 4000}, {"poison": ("v", 1000, INF)},
                      {"poison": ("v", UNKNOWN, NAN)}, {"poison": ("v", UNKNOWN, 1e30)})
     ),
+    # Of the elements that halves of samples are compared by.
+    {"options": {"rank": "mean", "tail": "first_order"}, "squares": True, "tau": 1000.0, "seqlen_q": 300,
+     "seqlen_k": 9000, "segment": 64, "head_dim": 32, "scale": 0.1, "poison": ("v", UNKNOWN, 1e30)},
     *(
         {"options": {"rank": rank, "tail": "first_order", "unit": unit}, "squares": True, "tau": 1000.0,
          "seqlen_q": 300, "seqlen_k": 9000, "segment": 128, "head_dim": 128, "scale": 0.053, "dtype": dtype, **more}

@@ -184,7 +184,7 @@ def test_numbers_of_the_readme():
     one, other = right["retrieval_2", "query"], right["retrieval", "query"]
     assert f"{ratio['query']:.2f} of cuDNN's at 128K tokens; right answers of a retrieval model, {one} %" in readme
     weight = right["retrieval_2", "weight"]
-    assert f"{ratio['weight']:.2f} of cuDNN's time at 128K tokens, and {weight} % of the answers" in readme
+    assert f"{ratio['weight']:.2f} of cuDNN's time at 128K tokens, but {weight} % right" in readme
     assert f"chosen with another retrieval model, which answers {other} %." in readme
     losses = [row["loss_difference"] for row in _published.result_of("small_loss")["rows"] if row.get("default")]
     assert max(losses) < 0
@@ -203,29 +203,29 @@ def test_numbers_of_pages():
     default = rows_of("small_loss", default=True)
     more = [row["loss_difference"] for row in default]
     assert f"{-max(more):.3f} to {-min(more):.3f} nats a token less than dense attention" in accuracy
-    worst = max(default, key=lambda row: row["copies_loss_difference"])
-    least, most = min(row["copies_loss_difference"] for row in default), worst["copies_loss_difference"]
-    copied = f"on copied tokens from {-least:.3f} less to {most:.3f} more, at {worst['length']:,} tokens"
-    assert copied in accuracy
+    best, *_, worst = sorted(default, key=lambda row: row["copies_loss_difference"])
+    less, more = -best["copies_loss_difference"], worst["copies_loss_difference"]
+    copied = f"from {less:.3f} less ({best['length']:,} tokens) to {more:.3f} more ({worst['length']:,})"
+    assert f"on copied tokens {copied}" in accuracy
     off = max(default, key=lambda row: row["worst_rows_above_half"])
     share = 100 * off["worst_rows_above_half"]
-    assert f"up to {share:.1f} % of a layer's at {off['length']:,} tokens" in accuracy
+    assert f"at {off['length']:,} tokens up to {share:.1f} % of a layer's" in accuracy
     lost = {}
     for length in (32768, 131072):
         of = {"task": "all", "attention": "s2o", "rank": "weight", "length": length}
         right = [row["right"] for name in ("retrieval", "retrieval_2") for row in rows_of(name, **of)]
         lost[length] = sorted(round(100 * (1 - x)) for x in right)
     (a, b), (c, d) = lost.values()
-    assert f"{a} to {b} % of the answers at 32,768 tokens, {c} to {d} % at 131,072" in accuracy
+    assert f"{a} to {b} % of answers lost at 32,768 tokens, {c} to {d} % at 131,072" in accuracy
     errors = [row["rel_l2"] for row in rows_of("speed_query", rank="query")]
-    assert f"is {min(errors):.2f} to {max(errors):.2f} (rel_l2)" in accuracy
+    assert f"[rel_l2](figures/time.md#the-default) is {min(errors):.2f} to {max(errors):.2f}" in accuracy
 
     asked = [row for row in rows_of("small_asked") if row.get("config", "").startswith("error=")]
     over = max(max(row["rel_l2_by_layer"]) / float(row["config"].removeprefix("error=")) for row in asked)
     assert f"erred by up to {over:.2f} times what was asked" in tuning
     portable = {row["length"]: row for row in rows_of("speed_portable", rank="query")}
     long, short = (portable[n]["s2o_ms"] / portable[n]["cudnn_ms"] for n in (131072, 32768))
-    assert f"takes {long:.1f} of cuDNN's dense one at 131,072 tokens and {short:.1f} at 32,768" in limits
+    assert f"take {long:.1f} of cuDNN's dense time at 131,072 tokens, {short:.1f} at 32,768" in limits
 
 
 # ---------------------------------------------------------------- what makes them

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import DEVICES, Device
+from gpu_cases import Case
 from pages import paged, random_table
 
 from s2o_cupy import S2OConfig, s2o_attention, s2o_attention_paged, s2o_attention_varlen
@@ -139,6 +140,24 @@ def test_a_query_of_a_later_segment(device, qkv, head_dim, value, tau):
     for segment_begin in (100, 200):
         hostile = poisoned(q, slice(segment_begin, None), value)
         assert_apart(attend(device, hostile, k, v, config), expected, segment_begin)
+
+
+@everywhere()
+@pytest.mark.parametrize("rank", ["query", "weight"])
+def test_queries_behind_a_short_segment_do_not_say_what_its_samples_are_worth(device, head_dim, rank):
+    """Its 40 queries are 2.5 times the 16 rows that do so together in a tail, and copies of whole tiles bring along the
+    next segment's first ones. Most keys are not visited, and of their values the regression knows little."""
+    case = Case(heads=2, kv_heads=1, seqlen_q=300, seqlen_k=9000, segment=40, squares=True, head_dim=head_dim,
+                scale=0.6 * head_dim**-0.5)  # fmt: skip
+    q, k, v = (x.astype(np.float64) for x in case.arrays())
+    config = replace(two_passes(device, segment=40), rank=rank, unit=16, tau=1000.0, tail="first_order", dense_last=0)
+    whole = attend(device, q, k, v, config, scale=case.scale)
+    keys = 9000 - (300 - 40)
+    alone = attend(device, q[:, :, :40], k[:, :, :keys], v[:, :, :keys], config, scale=case.scale)
+    for x, y in zip(whole, alone, strict=True):
+        np.testing.assert_array_equal(x[:, :, :40], y)
+    no_tail = attend(device, q, k, v, replace(config, tail="none"), scale=case.scale)
+    assert np.linalg.norm(no_tail[0] - whole[0]) > 0.1 * np.linalg.norm(whole[0])
 
 
 # ---------------------------------------------------------------- packed and paged

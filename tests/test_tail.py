@@ -221,7 +221,7 @@ def test_errors_are_smaller_with_it(qkv, softcap, is_causal):
 
 def sampled_values(weight, values, regressed, mass=1.0, carrying=0.0, alone=0.0):
     """What `tail_values` makes of one row."""
-    row = [np.array([x], float) for x in (mass, 0.0, weight, carrying, alone, 0.0, mass)]
+    row = [np.array([x], values.dtype) for x in (mass, 0.0, weight, carrying, alone, 0.0, mass)]
     return tail.tail_values(tail.TailWeights(*row), values, regressed[None])
 
 
@@ -238,6 +238,16 @@ def test_samples_are_believed_as_far_as_halves_agree(rng, apart, believed):
     found = sampled_values(np.ones(TAIL_SAMPLES), values, regressed)
     assert found.believed == pytest.approx(believed)
     np.testing.assert_allclose(found.value[0], regressed + believed * (1 + apart) / 2)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("size", [1e18, 1e20])
+def test_squares_beyond_float32_say_nothing(rng, dtype, size):
+    """Halves that agree are believed, and where sums would overflow in float32, as kernels' do, they are not."""
+    regressed, values = (x.astype(dtype) for x in halves(rng, 1.0))
+    found = sampled_values(np.ones(TAIL_SAMPLES), (size * values).astype(dtype), (size * regressed).astype(dtype))
+    assert found.believed == pytest.approx(1.0 if size == 1e18 else 0.0)
+    assert np.isfinite(found.value).all()
 
 
 @pytest.mark.parametrize(("change", "believed"), [

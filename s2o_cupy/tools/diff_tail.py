@@ -15,6 +15,8 @@ __all__ = ["with_tail"]
 
 Array = Any  # numpy.ndarray
 
+NEAR_OVERFLOW = 2.0**100  # of float32, by what sums over a row and rows' weights may add
+
 
 def with_tail(
     stages: GpuStages, k_order: Sequence[Array], qkv: tuple[Array, Array, Array], problem: Problem, config: S2OConfig,
@@ -84,7 +86,7 @@ def _alone_off(found: Any, relative: Array) -> Array:
     return np.minimum(weighs + carries, 1)
 
 
-def _may(found: Any, relative: Array, alone_off: Array) -> Array:
+def _may(found: Any, relative: Array) -> Array:
     """How far the samples' values may move rows' values [M] at most, or at least where ``relative`` is negative: by so
     much weights are larger."""
     from ..reference import tail
@@ -93,8 +95,9 @@ def _may(found: Any, relative: Array, alone_off: Array) -> Array:
     lighter = found.weight[:, ::2].sum(axis=1) < found.weight[:, 1::2].sum(axis=1)
     light = np.where(lighter[:, None], light, light[:, ::-1])
     moved = found._replace(
-        mass=found.mass * (1 + relative), carrying=found.carrying * (1 - 4 * relative), weight=found.weight * light,
-        alone=np.clip(found.alone - np.sign(relative) * _alone_off(found, alone_off), 0, 1),
+        mass=found.mass * np.maximum(1 + relative, 0), weight=found.weight * light,
+        carrying=found.carrying * np.maximum(1 - 4 * relative, 0),
+        alone=np.clip(found.alone - np.sign(relative) * _alone_off(found, np.abs(relative)), 0, 1),
     )  # fmt: skip
     return tail.at_most(moved)[1]
 
@@ -122,11 +125,13 @@ def _values_off(
     # rows are weighed by, too. `relative` is what the mass is off by, six times a weight: (64 mass - 1) moves by 2 of
     # it at most, the other two factors of most by 4 / 6 each.
     off = 4 * (halves_off[0] * norm(odd) + halves_off[1] * norm(even)) + 2 * both * sum(halves_off)
-    ends = [_may(found, sign * relative, relative) for sign in (-1, 1)]
+    ends = [_may(found, sign * relative) for sign in (-1, 1)]
     apart_off = np.sqrt(np.maximum(ends[1] ** 2 - ends[0] ** 2, 0))
     off = tail.of_rows(values.may, off) + tail.of_rows(apart_off, 4 * norm(even) * norm(odd) + both**2)
     of_all = tail.of_rows(values.may, both**2)
     agreement_off = np.minimum(np.divide(off, of_all, where=of_all > 0, out=np.ones_like(off)), 1)
+    # Kernels' float32 sums may overflow, by which nothing is believed, before a whole row's in the reference does.
+    agreement_off = np.where(tail.of_rows(values.may, both**2 > NEAR_OVERFLOW) > 0, 1, agreement_off)
     apart = np.abs(np.nan_to_num(values.sampled - regressed))  # [M, D]
     believed_off = values.most * agreement_off + np.where(values.most > 0, 4 * relative, 0)
     believed_off = believed_off + _alone_off(found, relative)
