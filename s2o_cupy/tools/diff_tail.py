@@ -15,7 +15,8 @@ __all__ = ["with_tail"]
 
 Array = Any  # numpy.ndarray
 
-NEAR_OVERFLOW = 2.0**100  # of float32, by what sums over a row and rows' weights may add
+# Of float32, less what rows' weights and the sums of a row may add.
+NEAR_OVERFLOW, LARGEST_SUM, NEAR_UNDERFLOW = 2.0**100, 2.0**126, 2.0**-110
 
 
 def with_tail(
@@ -60,12 +61,14 @@ def with_tail(
                 slope = scale * np.abs(rows) @ np.abs(moments.covariance).T  # [M, D]
                 value_off = slope * (2.0**-7 + np.minimum(tilt_off, 1)[:, None])
                 found = tail.tail_weights(t, start[0], len(keys), softcap)
+                # Of weights whose squares are no float32 kernels add nothing.
+                relative = np.where((found.weight**2).sum(axis=1) < NEAR_UNDERFLOW, 1, relative)
                 regressed = moments.mean_value + found.tilt[:, None] * (rows * scale @ moments.covariance.T)
                 values = tail.tail_values(found, vh[samples], regressed)
                 value_off += _values_off(found, values, np.abs(vh[samples]), relative, value_off, regressed)
                 of_both = (found.of_all + found.largest) / np.where(found.mass > 0, found.mass, 1)
                 relative = relative + _alone_off(found, relative) * of_both
-                share = (mass - 1) / mass  # [M]
+                share = found.mass / (1 + found.mass) if mass is not start[1] else 0 * mass  # [M], of what is added
                 o[at], lse[at] = acc / mass[:, None], m + np.log(mass)
                 size = np.abs(o[at]) + np.abs(start[2]) + np.abs(moments.mean_value) + slope
                 start_off = 0 if before.is_read else unit * np.abs(start[2]) / mass[:, None]
@@ -135,4 +138,6 @@ def _values_off(
     apart = np.abs(np.nan_to_num(values.sampled - regressed))  # [M, D]
     believed_off = values.most * agreement_off + np.where(values.most > 0, 4 * relative, 0)
     believed_off = believed_off + _alone_off(found, relative)
+    # Where kernels' sums of weights and values may overflow, the regression stays.
+    believed_off = np.where(found.largest * size.max() > LARGEST_SUM, 1, believed_off)
     return believed_off[:, None] * apart + values.believed[:, None] * mean_off(found.weight, size)
