@@ -54,6 +54,7 @@ class Case:
     poison: tuple[str, int | tuple[int, int], float] | None = None  # (q, k or v; its row or rows; what is put there)
     # Values are keys' squares: no regression on scores knows what a tail's samples say.
     squares: bool = field(default=False, repr=False)
+    value_scale: float = field(default=1.0, repr=False)
 
     def config(self, path: str = "auto") -> S2OConfig:
         return S2OConfig(self.segment, self.tau, self.block_m, self.block_n, path=path, **self.options)
@@ -98,7 +99,7 @@ class Case:
             q[:], k[:] = 0, 0
             q[..., 2], k[:, :, : p.seqlen_k - p.seqlen_q, 2] = below, -below
             q[..., 0], k[..., SUDDEN_KEY, 0] = np.where(np.arange(p.seqlen_q) % 2, at, -at), at
-        arrays = {"q": q, "k": k, "v": k**2 if self.squares else v}
+        arrays = {"q": q, "k": k, "v": self.value_scale * (k**2 if self.squares else v)}
         if self.arrange in HEAVIER:
             arrays["v"][:, :, slice(*UNKNOWN)] += 5
             arrays["v"][..., 0] = 0  # of which a regression would know much
@@ -256,7 +257,9 @@ _CHANGES: tuple[dict[str, Any], ...] = (
         for more in ({}, {"dtype": "float16"}, {"seqlen_k": 4000}, {"poison": ("v", 1000, INF)},
                      {"poison": ("v", UNKNOWN, NAN)}, {"poison": ("v", UNKNOWN, 1e30)})
     ),
-    # Of the elements that halves of samples are compared by.
+    # Of the elements that halves of samples are compared by: squares beyond float32, and where only their sum is.
+    {"options": {"rank": "mean", "tail": "first_order"}, "squares": True, "tau": 1000.0, "seqlen_q": 300,
+     "seqlen_k": 9000, "segment": 64, "scale": 0.075, "value_scale": 3e18},
     {"options": {"rank": "mean", "tail": "first_order"}, "squares": True, "tau": 1000.0, "seqlen_q": 300,
      "seqlen_k": 9000, "segment": 64, "head_dim": 32, "scale": 0.1, "poison": ("v", UNKNOWN, 1e30)},
     *(
@@ -268,6 +271,12 @@ _CHANGES: tuple[dict[str, Any], ...] = (
         {"options": {"rank": rank, "tail": "first_order"}, "tau": 1000.0, "seqlen_q": 128, "seqlen_k": 4000,
          "head_dim": 128, "scale": 1.0, "dtype": dtype, "arrange": arrange}
         for rank in ("mean", "query") for dtype in DTYPES for arrange in SUDDEN
+    ),
+    # Sums of weights and values beyond float32, and of squares of weights below it.
+    *(
+        {"options": {"rank": "mean", "tail": "first_order"}, "tau": 1000.0, "seqlen_q": 128, "seqlen_k": 4000,
+         "head_dim": 128, "scale": 1.0, "arrange": arrange, "poison": ("v", row, value)}
+        for row, value in ((SUDDEN_KEY, 1e36), ((3872, 4000), 0.0)) for arrange in SUDDEN
     ),
     # Each query by itself: two groups of keys, four or eight, segments of up to 128 queries and longer, short last
     # ones, more blocks of units than one, and without causality units between them on three sides.

@@ -15,8 +15,10 @@ __all__ = ["with_tail"]
 
 Array = Any  # numpy.ndarray
 
-# Of float32, less what rows' weights and the sums of a row may add.
-NEAR_OVERFLOW, LARGEST_SUM, NEAR_UNDERFLOW = 2.0**100, 2.0**126, 2.0**-110
+# Kernels sum in float32, of which numbers end at 2^128 and squares below 2^-126 are lost.
+LARGEST_SQUARES = 2.0**120  # of a row: 16 rows' are a sixteenth of what may overflow, and a sixteenth of that is spare
+LARGEST_SUM = 2.0**126  # of weights and values: a quarter is spare
+LEAST_SQUARES = 2.0**-100  # of 256 weights: what is lost of them is less than 2^-18 of their sum
 
 
 def with_tail(
@@ -61,14 +63,15 @@ def with_tail(
                 slope = scale * np.abs(rows) @ np.abs(moments.covariance).T  # [M, D]
                 value_off = slope * (2.0**-7 + np.minimum(tilt_off, 1)[:, None])
                 found = tail.tail_weights(t, start[0], len(keys), softcap)
-                # Of weights whose squares are no float32 kernels add nothing.
-                relative = np.where((found.weight**2).sum(axis=1) < NEAR_UNDERFLOW, 1, relative)
+                # Kernels may add nothing where squares of weights are lost.
+                relative = np.where((found.weight**2).sum(axis=1) < LEAST_SQUARES, 1, relative)
                 regressed = moments.mean_value + found.tilt[:, None] * (rows * scale @ moments.covariance.T)
                 values = tail.tail_values(found, vh[samples], regressed)
                 value_off += _values_off(found, values, np.abs(vh[samples]), relative, value_off, regressed)
                 of_both = (found.of_all + found.largest) / np.where(found.mass > 0, found.mass, 1)
                 relative = relative + _alone_off(found, relative) * of_both
-                share = found.mass / (1 + found.mass) if mass is not start[1] else 0 * mass  # [M], of what is added
+                # Of what is added [M]: nothing where add_tail gives its state back.
+                share = np.zeros_like(mass) if mass is start[1] else found.mass / (1 + found.mass)
                 o[at], lse[at] = acc / mass[:, None], m + np.log(mass)
                 size = np.abs(o[at]) + np.abs(start[2]) + np.abs(moments.mean_value) + slope
                 start_off = 0 if before.is_read else unit * np.abs(start[2]) / mass[:, None]
@@ -133,11 +136,11 @@ def _values_off(
     off = tail.of_rows(values.may, off) + tail.of_rows(apart_off, 4 * norm(even) * norm(odd) + both**2)
     of_all = tail.of_rows(values.may, both**2)
     agreement_off = np.minimum(np.divide(off, of_all, where=of_all > 0, out=np.ones_like(off)), 1)
-    # Kernels' float32 sums may overflow, by which nothing is believed, before a whole row's in the reference does.
-    agreement_off = np.where(tail.of_rows(values.may, both**2 > NEAR_OVERFLOW) > 0, 1, agreement_off)
+    # Nothing is believed where a sum of squares overflows, and kernels' may before or after the reference's.
+    agreement_off = np.where(tail.of_rows(values.may, both**2 > LARGEST_SQUARES) > 0, 1, agreement_off)
     apart = np.abs(np.nan_to_num(values.sampled - regressed))  # [M, D]
     believed_off = values.most * agreement_off + np.where(values.most > 0, 4 * relative, 0)
     believed_off = believed_off + _alone_off(found, relative)
-    # Where kernels' sums of weights and values may overflow, the regression stays.
+    # The regression stays where a kernel's sum of weights and values overflows.
     believed_off = np.where(found.largest * size.max() > LARGEST_SUM, 1, believed_off)
     return believed_off[:, None] * apart + values.believed[:, None] * mean_off(found.weight, size)
