@@ -136,9 +136,9 @@ def s2o_attention(
     together, so with tau > 0 which keys a row visits depends on *later queries* of its segment, and
     through the common stop on the keys that those see; so does what a tail adds to it, as 16 rows together
     say how far its samples count. Other segments, and with tau 0 every row, depend on nothing later but,
-    for ``config.dense_last``, the prompt's length. With ``config.error`` the taus
-    come from segments all over the sequence, and so each row depends on all of it. A model trained or
-    decoded token by token sees slightly different rows.
+    for ``config.dense_last``, the prompt's length. With ``config.error`` the taus come from segments all
+    over the sequence, and so each row depends on all of it. A model trained or decoded token by token sees
+    slightly different rows.
 
     A call on GPU arrays can be captured into a CUDA graph, after one outside the capture has loaded the
     kernels. Results belong to the caller as ever; all other memory of the call belongs to the graph.
