@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("cupy")
 
 SPARSE = S2OConfig(segment=128, dense_up_to=0)
+DENSE = S2OConfig(dense_up_to=1000)
 
 
 @pytest.fixture
@@ -61,9 +62,8 @@ def _numbers(launch):
     return {name: launch.params[name].tobytes() for name in launch.params.dtype.names}
 
 
-def tensors(seqlen=300, heads=4, dtype=torch.bfloat16, **options):
-    of_k = dict(options, dtype=dtype)
-    return torch.zeros(1, heads, seqlen, 64, **of_k), *(torch.zeros(1, 2, seqlen, 64, **of_k) for _ in range(2))
+def tensors(seqlen=300, heads=4, head_dim=64, dtype=torch.bfloat16):
+    return [torch.zeros(1, n, seqlen, head_dim, dtype=dtype) for n in (heads, 2, 2)]
 
 
 def where(x):
@@ -190,6 +190,10 @@ def test_tensors_that_stand_for_more_are_refused_after_a_call_like_them(gpu):
         gpu(q, negative, v)
     with pytest.raises(TypeError, match="q is torch.sparse_coo"):
         gpu(q.to_sparse(), k, v)
+    with pytest.raises(TypeError, match="q is a nested tensor"):
+        gpu(torch.nested.nested_tensor([q[0], q[0]]), k, v)
+    with pytest.raises(TypeError, match=r"a tensor of a torch\.func transform"):  # which says that it lies at 0
+        torch.func.functionalize(lambda x: gpu(x, k, v)[1])(q)
     with pytest.raises(TypeError, match="different frameworks"):
         gpu(q, k.float().numpy(), v)
     with pytest.raises(TypeError, match=r"a tensor of torch\.vmap"):
@@ -231,6 +235,56 @@ def test_a_call_that_failed_is_not_known(gpu, monkeypatch):
         with pytest.raises(RuntimeError, match="no memory"):
             s2o_attention(*arrays)
     assert gpu(*arrays)[2]
+
+
+@pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["few pointers", "many"])
+def test_a_call_after_an_interrupted_one_has_its_own_arrays(gpu, monkeypatch, config):
+    """The interrupt comes when the other's addresses are in the parameters and nobody has taken a note of it."""
+    from s2o_cupy.arrays.frameworks.torch import TorchFramework
+    from s2o_cupy.cuda.program import Program
+
+    class Interrupting:
+        def __get__(self, program, owner):
+            return program.__dict__["_addresses"]
+
+        def __set__(self, program, addresses):
+            if addresses and armed:
+                raise KeyboardInterrupt
+            program.__dict__["_addresses"] = addresses
+
+    armed = []
+    monkeypatch.setattr(Program, "_addresses", Interrupting(), raising=False)
+    workspace = np.zeros(1 << 24, np.uint8)  # of all calls
+    monkeypatch.setattr(TorchFramework, "memory", lambda self, like: lambda nbytes: (workspace.ctypes.data, workspace))
+    arrays, others = tensors(head_dim=128), tensors(head_dim=128)
+    out = torch.zeros_like(arrays[0])
+    expected = gpu(*arrays, out=out, config=config)[0]
+    armed.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        gpu(*others, out=out, config=config)
+    armed.clear()
+    launched = gpu(*arrays, out=out, config=config)[0]
+    params = [b"".join(launch.params.values()) for launch in launched]
+    assert len(launched) == len(expected) and any(where(arrays[0]) in x for x in params)
+    assert not any(where(other) in x for x in params for other in others)
+
+
+def test_a_thread_s_first_call_has_a_context_before_its_maps(gpu, monkeypatch):
+    """Also where the call is like one of another thread, and nothing is cleared, which would make one."""
+    from types import SimpleNamespace
+
+    from s2o_cupy.cuda import program, tensor_maps
+
+    first, others = tensors(head_dim=128), tensors(head_dim=128)
+    gpu(*first, config=DENSE)
+    notes = []
+    monkeypatch.setattr(program.driver, "ctxGetCurrent", lambda: 0)
+    monkeypatch.setattr(
+        program, "runtime", SimpleNamespace(getDevice=lambda: 0, setDevice=lambda device: notes.append("context"))
+    )
+    monkeypatch.setattr(tensor_maps, "tensor_map", lambda *of: notes.append("map") or bytes(128))
+    _, _, long_way = gpu(*others, config=DENSE)
+    assert not long_way and notes[0] == "context" and "map" in notes
 
 
 def test_clear_cache_forgets(gpu):

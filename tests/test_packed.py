@@ -103,6 +103,19 @@ def test_each_tile_of_each_sequence_once(recorded, lengths):
     assert len(found) == -(-len(lengths) // 128)
 
 
+def test_arrays_that_begin_elsewhere_are_judged_by_themselves(recorded):
+    """Off 16 bytes other kernels load them, also where sequences and strides are those of a call before."""
+    table = PackedTable(begins([(300, 300)]), [Problem(1, 8, 2, 300, 300, 128, "bfloat16", True, 0.1)])
+    of_q, of_k = ((1, 8, 300, 128), (0, 128, 1024)), ((1, 2, 300, 128), (0, 128, 256))
+    q, k, v, out = (Operand(n << 20, *of) for n, of in ((1, of_q), (2, of_k), (3, of_k), (4, of_q)))
+    config = replace(recorded.config, path="auto")
+    aligned, again, off = (
+        recorded.module.prepare((q, k, v._replace(pointer=at), out), table, config)
+        for at in (3 << 20, 5 << 20, (3 << 20) + 8)
+    )
+    assert again is aligned and aligned.kernel.aligned and not off.kernel.aligned
+
+
 def test_longest_work_first(recorded):
     ((_, params),) = run(recorded, [(10, 20), (5, 900), (200, 200)])
     assert params["of"]["seqlen_k"][:3].tolist() == [900, 200, 20]

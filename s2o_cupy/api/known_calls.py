@@ -62,14 +62,16 @@ class KnownCall:
             arrays = framework.pointers((q, k, v, out))
         except RuntimeError:  # a tensor that stands for others has none
             return None
+        if 0 in arrays:  # likewise
+            return None
         if not is_new and not self._is_apart(arrays):
             return None
         lse = framework.output(batch.lse_shape, "float32", q, host=False).native if return_lse else None
         aligned = begins_aligned(arrays, None)
         prepared = self.prepared.get(aligned) or self._prepare(batch, aligned)
-        memory = (framework.memory(q) or on_gpu.load_pipeline().allocate) if prepared.workspace.nbytes else None
-        of_q, of_k, of_v, of_out = arrays
-        prepared.run(Addresses(of_q, of_k, of_v, of_out, lse=address(lse)), stream, memory)
+        of_lse = 0 if lse is None else address(lse)
+        at = Addresses(*arrays, 0, 0, 0, 0, 0, 0, of_lse)
+        prepared.run_again(at, stream, lambda: framework.memory(q) or on_gpu.load_pipeline().allocate)
         return out if lse is None else (out, lse)
 
     def _prepare(self, batch: Batch, aligned: bool) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from cupy.cuda import runtime
 
-from ..arrays.operand import Layout, Operand, Operands, Paging
+from ..arrays.operand import Layout, Operand, Operands, Paging, begins_aligned
 from ..caches import remembered
 from ..plan.launch_plan import check_fp8_keys, packed_pass1
 from ..plan.launches import ALIGNMENT, packed_launch
@@ -49,6 +49,18 @@ def prepare(operands: Operands, table: PackedTable, config: S2OConfig, paging: P
     [pages, kv_heads, page_size, head_dim]. Every problem of the table is dense under ``config``.
     """
     q, k, v, out = operands
+    aligned = begins_aligned((q.pointer, k.pointer, v.pointer, out.pointer), paging)
+    without_addresses = tuple([x._replace(pointer=0) for x in operands])
+    return _prepare(
+        without_addresses, aligned, table, config, paging and paging.without_addresses(), runtime.getDevice()
+    )
+
+
+@remembered
+def _prepare(
+    operands: Operands, aligned: bool, table: PackedTable, config: S2OConfig, paging: Paging | None, device: int
+) -> PackedPass:
+    q, k, v, out = operands
     # As each sequence alone would be judged.
     compact = all(x.rows(0, table.longest_q).is_compact() for x in (q, out))
     collects = False
@@ -60,7 +72,8 @@ def prepare(operands: Operands, table: PackedTable, config: S2OConfig, paging: P
         else:
             check_fp8_keys(replace(table.problem, seqlen_k=table.longest_k))
         collects = table.collected_keys(config) > 0
-    return prepared(table.problem, config, runtime.getDevice(), compact, Layout.of(operands, paging), collects)
+    layout = Layout((q.strides, k.strides, v.strides, out.strides), aligned, paging)
+    return prepared(table.problem, config, device, compact, layout, collects)
 
 
 class PackedPass:

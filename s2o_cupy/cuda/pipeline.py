@@ -202,6 +202,8 @@ class Prepared:
         assert [i for i, _ in self.mapped] == [i for i, x in enumerate(steps) if x.kernel.family.params.map_bytes]
         self._mapped_at: tuple[int, ...] = ()  # the addresses, as of BASES, that maps have
         self.replays = len(steps) > GRAPH_LAUNCHES
+        # Whether launches are all that there is to a call: of a short one, which is dense.
+        self.launches_alone = not (self.workspace.nbytes or self.needs_taus or self.replays)
         self._pointed: tuple[Any, ...] = ()  # the addresses that parameters and maps have
         self._launched = Launched(self.plan, LAUNCHED)
 
@@ -229,6 +231,18 @@ class Prepared:
             else:
                 self._launch(at, address, stream, await_keys)
         return launched
+
+    def run_again(self, at: Addresses, stream: int, memory: Callable[[], Memory]) -> None:
+        """What `run` does, which nobody asks anything else of: no ``visited``, and no taus that are to be found.
+        ``memory`` is called where the workspace is not empty."""
+        if not self.launches_alone:
+            self.run(at, stream, memory() if self.workspace.nbytes else None)
+            return
+        with self.program.lock:
+            make_context_current()  # also for tensor maps
+            if self._pointed != (at, 0):
+                self._point_to(at, 0)
+            self.program.launch_all(stream)
 
     def _launch(self, at: Addresses, address: int, stream: int, await_keys: Await | None = None) -> None:
         """Also into a graph, which copies parameters as any launch does: the program is free for other addresses."""

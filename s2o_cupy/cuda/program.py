@@ -23,6 +23,8 @@ __all__ = ["Program", "make_context_current"]
 
 STRUCT_BYTES = 64  # a parameter struct begins on a multiple of these, as tensor maps do
 WORD_BYTES = 8
+WORD = 2**64
+FEW_POINTERS = 16  # up to which they are written one by one: NumPy takes as long for 20
 
 
 class Program:
@@ -61,6 +63,8 @@ class Program:
             of_bytes[place : place + x.params.nbytes] = np.frombuffer(x.params.tobytes(), np.uint8)
             for offset, base, further in x.pointers if bases else ():
                 pointers.append(((place + offset) // WORD_BYTES, bases.index(base), further))
+        self._few = pointers if len(pointers) <= FEW_POINTERS else None
+        self._words_to_write = memoryview(self.buffer)
         words, of_base, further_bytes = zip(*pointers, strict=True) if pointers else ((), (), ())
         self._words, self._bases = np.array(words, np.intp), np.array(of_base, np.intp)
         self._further = added_to_addresses(further_bytes)
@@ -77,9 +81,15 @@ class Program:
 
     def point_to(self, addresses: tuple[int, ...]) -> None:
         """Fill in what the pointers start from, in the order of ``bases``."""
-        if addresses != self._addresses:
+        if addresses == self._addresses:
+            return
+        self._addresses = ()  # until all are written: an interrupt may come between
+        if self._few is None:
             self.buffer[self._words] = np.array(addresses, np.uint64)[self._bases] + self._further
-            self._addresses = addresses
+        else:
+            for word, base, further in self._few:
+                self._words_to_write[word] = (addresses[base] + further) % WORD
+        self._addresses = addresses
 
     def map_words(self, i: int) -> Any:
         """The tensor maps with which the parameters of launch ``i`` begin, uint64, to write."""

@@ -46,22 +46,28 @@ class TorchFramework(Framework):
             pointer = x.data_ptr()
         except RuntimeError:
             raise no_address(x) from None
+        # Wrappers of torch.func.functionalize say 0. Tensors of no data are told by their device, "meta".
+        if pointer == 0 and x.numel() and x.device.type != "meta":
+            raise no_address(x)
         return ArrayInfo(pointer, *form, x)
 
     def look(self, arrays: Iterable[Any]) -> tuple[Any, ...] | None:
         torch = sys.modules["torch"]
         if torch.autograd.forward_ad._current_level >= 0:
             return None
-        tensor, strided, bfloat16 = torch.Tensor, torch.strided, torch.bfloat16
+        tensor, bfloat16 = torch.Tensor, torch.bfloat16
         looks: list[Any] = []
-        for x in arrays:
-            if type(x) is not tensor or x.requires_grad:
-                return None
-            dtype = x.dtype
-            # No complex number has parts in bfloat16, of whose views alone the negative bit is set.
-            if x.layout is not strided or x.is_nested or (dtype is not bfloat16 and x.is_neg()):
-                return None
-            looks += (x.shape, x.stride(), dtype, x.device)
+        try:
+            for x in arrays:
+                if type(x) is not tensor or x.requires_grad:
+                    return None
+                dtype = x.dtype
+                # No complex number has parts in bfloat16, of whose views alone the negative bit is set.
+                if dtype is not bfloat16 and x.is_neg():
+                    return None
+                looks += (x.shape, x.stride(), dtype, x.device)
+        except RuntimeError:  # what is not strided has no strides
+            return None
         return tuple(looks)
 
     def pointers(self, natives: Iterable[Any]) -> tuple[int, ...]:
