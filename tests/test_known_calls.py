@@ -238,22 +238,24 @@ def test_a_call_that_failed_is_not_known(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["few pointers", "many"])
-def test_a_call_after_an_interrupted_one_has_its_own_arrays(gpu, monkeypatch, config):
+@pytest.mark.parametrize("where_it_is", ["pointers", "maps"])
+def test_a_call_after_an_interrupted_one_has_its_own_arrays(gpu, monkeypatch, config, where_it_is):
     """The interrupt comes when the other's addresses are in the parameters and nobody has taken a note of it."""
     from s2o_cupy.arrays.frameworks.torch import TorchFramework
+    from s2o_cupy.cuda.pipeline import Prepared
     from s2o_cupy.cuda.program import Program
 
     class Interrupting:
-        def __get__(self, program, owner):
-            return program.__dict__["_addresses"]
+        def __get__(self, it, owner):
+            return it.__dict__["_addresses"]
 
-        def __set__(self, program, addresses):
+        def __set__(self, it, addresses):
             if addresses and armed:
                 raise KeyboardInterrupt
-            program.__dict__["_addresses"] = addresses
+            it.__dict__["_addresses"] = addresses
 
     armed = []
-    monkeypatch.setattr(Program, "_addresses", Interrupting(), raising=False)
+    monkeypatch.setattr(Program if where_it_is == "pointers" else Prepared, "_addresses", Interrupting(), raising=False)
     workspace = np.zeros(1 << 24, np.uint8)  # of all calls
     monkeypatch.setattr(TorchFramework, "memory", lambda self, like: lambda nbytes: (workspace.ctypes.data, workspace))
     arrays, others = tensors(head_dim=128), tensors(head_dim=128)

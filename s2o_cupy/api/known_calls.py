@@ -11,7 +11,7 @@ from typing import Any
 from ..arrays.array_info import ArrayInfo
 from ..arrays.frameworks import framework_of
 from ..arrays.frameworks.base import Framework
-from ..arrays.operand import Addresses, address, begins_aligned
+from ..arrays.operand import address, begins_aligned
 from ..caches import remembered
 from ..spec import S2OConfig
 from . import on_gpu
@@ -70,8 +70,7 @@ class KnownCall:
         aligned = begins_aligned(arrays, None)
         prepared = self.prepared.get(aligned) or self._prepare(batch, aligned)
         of_lse = 0 if lse is None else address(lse)
-        at = Addresses(*arrays, 0, 0, 0, 0, 0, 0, of_lse)
-        prepared.run_again(at, stream, lambda: framework.memory(q) or on_gpu.load_pipeline().allocate)
+        prepared.run_again(arrays, of_lse, stream, lambda: framework.memory(q) or on_gpu.load_pipeline().allocate)
         return out if lse is None else (out, lse)
 
     def _prepare(self, batch: Batch, aligned: bool) -> Any:

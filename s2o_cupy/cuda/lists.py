@@ -124,6 +124,7 @@ class _ListedPass:
             if maps := self.program.launches[0].maps:
                 p = p["attention"]
                 if self.mapped != pointers:
+                    self.mapped = {}  # until all is written: an interrupt may come between
                     self.program.map_words(0)[:] = encoded(maps, pointers)
                     self.mapped = pointers
             for name, pointer in pointers.items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -191,20 +192,20 @@ class Prepared:
         # Whether pass 1 reads no keys but the queries' own.
         self.own_keys_first = not self.plan.dense and problem.is_causal and self.plan.of_pass.window == 0
         self.needs_taus = isinstance(config, S2OConfig) and config.error is not None and not self.plan.dense
-        # What lies in the workspace where a call has no address of its own for it: a base, and the array's name there.
+        # What lies in the workspace where a call has no address of its own for it: its place in BASES and in the workspace.
         places = self.workspace.places
-        self.own: list[tuple[str, str]] = [(name, name) for name in ("taus", "lse", "visited") if name in places]
+        own = [(name, name) for name in ("taus", "lse", "visited") if name in places]
         if layout.is_fp8:
-            self.own += zip(("k", "v"), COLLECTED, strict=True)
-        # The launches that take tensor maps, and where the arrays that these are of stand in BASES.
-        of_maps = [(i, {BASES.index(x.base) for x in step.maps if x}) for i, step in enumerate(steps) if step.maps]
-        self.mapped = [(i, sorted(places)) for i, places in of_maps]
+            own += zip(("k", "v"), COLLECTED, strict=True)
+        self.own = [(BASES.index(name), places[place].offset) for name, place in own]
+        # The launches that take tensor maps, and what picks the addresses of these from those of BASES.
+        of_maps = [(i, sorted({BASES.index(x.base) for x in step.maps if x})) for i, step in enumerate(steps) if step.maps]
+        self.mapped = [(i, operator.itemgetter(*bases)) for i, bases in of_maps]
         assert [i for i, _ in self.mapped] == [i for i, x in enumerate(steps) if x.kernel.family.params.map_bytes]
-        self._mapped_at: tuple[int, ...] = ()  # the addresses, as of BASES, that maps have
+        self._addresses: tuple[int, ...] = ()  # as of BASES, that parameters and maps have
         self.replays = len(steps) > GRAPH_LAUNCHES
         # Whether launches are all that there is to a call: of a short one, which is dense.
         self.launches_alone = not (self.workspace.nbytes or self.needs_taus or self.replays)
-        self._pointed: tuple[Any, ...] = ()  # the addresses that parameters and maps have
         self._launched = Launched(self.plan, LAUNCHED)
 
     def run(
@@ -232,16 +233,16 @@ class Prepared:
                 self._launch(at, address, stream, await_keys)
         return launched
 
-    def run_again(self, at: Addresses, stream: int, memory: Callable[[], Memory]) -> None:
-        """What `run` does, which nobody asks anything else of: no ``visited``, and no taus that are to be found.
-        ``memory`` is called where the workspace is not empty."""
+    def run_again(self, arrays: tuple[int, ...], lse: int, stream: int, memory: Callable[[], Memory]) -> None:
+        """What `run` does with addresses of q, k, v and out, and nothing else asked. ``memory`` is called where the
+        workspace is not empty."""
         if not self.launches_alone:
+            at = Addresses(*arrays, lse=lse)
             self.run(at, stream, memory() if self.workspace.nbytes else None)
             return
         with self.program.lock:
             make_context_current()  # also for tensor maps
-            if self._pointed != (at, 0):
-                self._point_to(at, 0)
+            self._point_to((*arrays, 0, 0, 0, 0, 0, 0, lse, 0, 0))
             self.program.launch_all(stream)
 
     def _launch(self, at: Addresses, address: int, stream: int, await_keys: Await | None = None) -> None:
@@ -268,27 +269,23 @@ class Prepared:
             else:
                 visited_shape = self.problem.visited_shape(self.plan.of_pass)
                 runtime.memsetAsync(at.visited, 0, 4 * math.prod(visited_shape), stream)
-        if self._pointed != (at, address):  # else it is the call of before
-            self._point_to(at, address)
+        addresses = [*at, address]
+        for base, offset in self.own:
+            addresses[base] = addresses[base] or address + offset
+        self._point_to(tuple(addresses))
 
-    def _point_to(self, at: Addresses, address: int) -> None:
-        self._pointed = ()  # until all is written: a map may be refused
-        places = self.workspace.places
-        own = {name: address + places[place].offset for name, place in self.own if not getattr(at, name)}
-        addresses = (*(at._replace(**own) if own else at), address)
+    def _point_to(self, addresses: tuple[int, ...]) -> None:
+        """Fill in what parameters and tensor maps start from, in the order of BASES."""
+        before = self._addresses
+        if addresses == before:
+            return
+        self._addresses = ()  # until all is written: a map may be refused, and an interrupt come between
         self.program.point_to(addresses)
-        if self.mapped:
-            self._write_maps(addresses)
-        self._pointed = at, address
-
-    def _write_maps(self, addresses: tuple[int, ...]) -> None:
-        """Write the tensor maps of arrays that have moved. ``addresses``: as of BASES."""
-        before, self._mapped_at = self._mapped_at, ()  # until all is written
-        for i, places in self.mapped:
-            if not before or any(addresses[j] != before[j] for j in places):
+        for i, of_maps in self.mapped:
+            if not before or of_maps(addresses) != of_maps(before):
                 by_base = dict(zip(BASES, addresses, strict=True))
                 self.program.map_words(i)[:] = encoded(self.program.launches[i].maps, by_base)
-        self._mapped_at = addresses
+        self._addresses = addresses
 
     def _run_observed(self, address: int, keeper: Any, stream: int, observe: Observer) -> None:
         # The device, as a call that needs no memory has no address that tells it.

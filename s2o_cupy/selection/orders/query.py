@@ -43,7 +43,7 @@ UNIT_ROWS = Family(
 UNIT_ROWS_INT8 = replace(UNIT_ROWS, function="unit_rows_int8", blocks_per_multiprocessor=2)
 QUERY_NORMS = Family(
     "query_norms", "selection/query_norms.cu", "QueryNormsParams", THREADS,
-    "({head_dim} > 128 ? 1 : 3)", "NormTraits<{element}, {head_dim}>",
+    "({head_dim} > 128 ? 1 : {head_dim} > 64 && __CUDA_ARCH__ == 1000 ? 2 : 3)", "NormTraits<{element}, {head_dim}>",
 )  # fmt: skip
 QUERY_WEIGHTS = Family(
     "query_weights", "selection/query_weights.cu", "RankKeysParams", 128, 2,
@@ -55,7 +55,8 @@ QUERY_WEIGHTS_SM90 = Family(
     "QueryWeightTraits<{element}, {head_dim}, {clusters}>", path=HOPPER,
 )  # fmt: skip
 QUERY_WEIGHTS_INT8 = Family(
-    "query_weights_int8", "selection/query_weights_int8.cu", "RankKeysParams", 128, "({head_dim} > 128 ? 3 : 4)",
+    "query_weights_int8", "selection/query_weights_int8.cu", "RankKeysParams", 128,
+    "({head_dim} > 128 || ({clusters} < 8 && __CUDA_ARCH__ >= 1200) ? 3 : 4)",
     "IntegerWeightTraits<{element}, {head_dim}, {clusters}>",
 )  # fmt: skip
 # These arrays are [KV heads, ...].
