@@ -121,17 +121,16 @@ struct AttentionTile {
     }
   }
 
-  // Says where the block's keys and values lie; seen by all threads after the first barrier of walk(). `limit`: walk's,
-  // which from pages has no register to keep it in.
+  // Says where the block's keys and values lie; seen by all threads after the first barrier of walk(). `limit`: walk's.
   template <class Query>
-  __device__ __forceinline__ void point_to_keys(const Query& query, int first_key, const int* order, int limit = 0) {
+  __device__ __forceinline__ void point_to_keys(const Query& query, int first_key, const int* order, int limit) {
     if (threadIdx.x != 0) return;
     const int batch = query.batch(params.heads), kv_head = query.kv_head(params.heads, params.kv_heads);
     shared.k_rows = head_rows<Traits::kPaged>(params.k, batch, kv_head);
     shared.v_rows = head_rows<Traits::kPaged>(params.v, batch, kv_head);
     if (Traits::kPaged) shared.pages = params.pages.of(query.table_row(params.heads));
     shared.first_key = first_key;
-    if (Traits::kPaged) shared.limit = limit;
+    shared.limit = limit;
     shared.order = order;
   }
 
@@ -420,6 +419,8 @@ struct AttentionTile {
   template <bool kCausal, bool kStops, class Keys, class Begin>
   __device__ __forceinline__ int walk(const Keys& keys, int given_limit, int rows, const Begin& begin) {
     constexpr int kStages = Traits::kStages;
+    // Where there is no register to keep it in. With one stage there is, and none to read it to.
+    constexpr bool kReadsLimit = Traits::kPaged || (kCausal && kStages > 1);
     const int head_dim = params.geometry.head_dim;
     const int steps = (keys.count + kStep - 1) / kStep;
     const auto k_tile = [&](int step) { return shared_address(shared.k[step % kStages]); };
@@ -460,7 +461,7 @@ struct AttentionTile {
       asm volatile("" : "+r"(warp_row), "+r"(lane));  // hidden as in load_step
       if constexpr (kSkipsValues<Traits> && Traits::kPaged) asm volatile("" : "+r"(values.place));
       scores(s, k_tile(step));
-      const int limit = kCausal && Traits::kPaged ? shared.limit : given_limit;
+      const int limit = kReadsLimit ? shared.limit : given_limit;
       const bool masked = (step + 1) * kStep > limit;
       const bool causal = kCausal && params.geometry.is_causal;
       if (masked) {

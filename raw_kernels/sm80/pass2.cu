@@ -26,7 +26,7 @@ __device__ __forceinline__ void attend_second(const Params& params, typename Tra
     if (rows.count <= 0 || !rows.has_work(params)) return;
     if constexpr (kSkipsValues<Traits>)
       attention.values.start(params.values, rows.head_in_batch(params.heads), rows.visited_index(params));
-    attention.point_to_keys(rows, 0, rows.key_order(params));
+    attention.point_to_keys(rows, 0, rows.key_order(params), count);
     if (threadIdx.x < Traits::kThreads / 32) shared.p_column[threadIdx.x] = 0.f;
     if (threadIdx.x == 0) {  // read after walk's first barrier
       shared.tau = params.tau_of(rows.head, count);
@@ -75,7 +75,7 @@ __device__ __forceinline__ void pass2_ladder(const LadderAttentionParams& params
           attention.load_queries(rows);
           attention.resume(rows);
         };
-        attention.point_to_keys(rows, q_tile, rows.key_order(params));
+        attention.point_to_keys(rows, q_tile, rows.key_order(params), count);
         attention.template walk<false, true>(UnitKeys<Traits>{shared, count, params.pages, params.geometry.unit_shift},
                                              count, rows.count, begin);
         const OrderedRows<Traits::kBlockM> walked(params, shared.first_key);

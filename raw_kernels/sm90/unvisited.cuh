@@ -206,12 +206,12 @@ __device__ __forceinline__ void believe(Consumer<Traits>& my, Sample<Traits>& sa
   wgmma_wait<0>();
   finished(x);
   const float2* means = reinterpret_cast<const float2*>(my.shared.mean_values) + my.lane % 4;
-  float agreed = 0.f, both = 0.f;
+  HalvesAgreement agreement;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float per_even = __fdividef(1.f, all_say.even[h]);
     const float per_odd = __fdividef(1.f, all_say.weights[h] - all_say.even[h]);
-    float zero = 0.f, of_row = 0.f, both_of_row = 0.f;
+    float zero = 0.f;
 #pragma unroll
     for (int d = 0; d < kEvidence / 8; ++d) {
       const float2 mean = means[d * 4];
@@ -220,10 +220,7 @@ __device__ __forceinline__ void believe(Consumer<Traits>& my, Sample<Traits>& sa
         const int i = d * 4 + 2 * h + e;
         const float regressed = fmaf(all_say.tilt[h] * scale, x[i], e == 0 ? mean.x : mean.y);
         const float sum = even_sum(my, i);
-        const float a = fmaf(sum, per_even, -regressed);
-        const float b = fmaf(sampled(my, sample)[i] - sum, per_odd, -regressed);
-        of_row = fmaf(a, b, of_row);
-        both_of_row = fmaf(a + b, a + b, both_of_row);
+        agreement.add(fmaf(sum, per_even, -regressed), fmaf(sampled(my, sample)[i] - sum, per_odd, -regressed));
       }
     }
     // A value that is not finite makes sums of every row so. Then no row believes its samples.
@@ -231,13 +228,9 @@ __device__ __forceinline__ void believe(Consumer<Traits>& my, Sample<Traits>& sa
     for (int d = 0; d < Traits::kDimTiles; ++d)
       zero = fmaf(sampled(my, sample)[d * 4 + 2 * h], 0.f, fmaf(sampled(my, sample)[d * 4 + 2 * h + 1], 0.f, zero));
     if (SampleSums::of_quad(zero) != 0.f) all_say.believed[h] = all_say.alone[h] = 0.f;
-    const float may = all_say.may_bring(h);
-    if (may > 0.f) {
-      agreed = fmaf(may * may, of_row, agreed);
-      both = fmaf(may * may, both_of_row, both);
-    }
+    agreement.end_row(all_say.may_bring(h));
   }
-  const float believed = SampleSums::agreement(agreed, both);
+  const float believed = agreement.found();
 #pragma unroll
   for (int h = 0; h < 2; ++h) all_say.believed[h] = fmaxf(all_say.believed[h] * believed, all_say.alone[h]);
 }

@@ -111,7 +111,8 @@ struct TailTile : TailRows<Traits> {
   }
   // Of this thread's part of all values; the block's threads look at each.
   __device__ __forceinline__ bool values_are_finite() const {
-    constexpr int kOfThread = kTailSamples * kChunks / kThreads, kAtOnce = kOfThread < 8 ? kOfThread : 8;
+    constexpr int kOfThread = kTailSamples * kChunks / kThreads, kMost = Traits::kAligned ? 8 : 4;
+    constexpr int kAtOnce = kOfThread < kMost ? kOfThread : kMost;
     const int dims = p.geometry.head_dim;
     bool finite = true;
 #pragma unroll 1
@@ -130,11 +131,13 @@ struct TailTile : TailRows<Traits> {
     }
     return finite;
   }
-  // Slice d of the covariance and `values`, those of the slice; then `values` are the next slice's, on their way.
+  // Slice d of the covariance and `values`, those of the slice; then `values` are the next slice's, on their way. Those of
+  // unaligned rows, whose fetching takes registers, come when they are needed.
   __device__ __forceinline__ void load_slices(int d, uint4 (&values)[kValueRows], bool has_values) const {
     load_covariance(d);
+    if (!Traits::kAligned && has_values) fetch_values(values, d);
     if (has_values) place_values(values);
-    if (has_values && d + kTailSlice < p.geometry.head_dim) fetch_values(values, d + kTailSlice);
+    if (Traits::kAligned && has_values && d + kTailSlice < p.geometry.head_dim) fetch_values(values, d + kTailSlice);
     cp_async_wait<0>();
     __syncthreads();
   }
@@ -277,7 +280,7 @@ struct TailTile : TailRows<Traits> {
                                           fmaxf(found.believed[1], found.alone[1]) > 0.f);
     if (samples_count) samples_count = __syncthreads_and(values_are_finite());
     uint4 values[kValueRows];
-    if (samples_count) fetch_values(values, 0);
+    if (Traits::kAligned && samples_count) fetch_values(values, 0);
     load_slices(0, values, samples_count);
     if (samples_count) believe(found);
     Rows::begin_outputs(found.mass);
@@ -313,29 +316,21 @@ struct TailTile : TailRows<Traits> {
     multiply_values(even, 0);
     multiply_values(odd, 1);
     const float* mean = at.mean_values + lane % 4 * 8;
-    float agreed = 0.f, both = 0.f;
+    HalvesAgreement agreement;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float per_even = __fdividef(1.f, found.even[h]);
       const float per_odd = __fdividef(1.f, found.weights[h] - found.even[h]);
-      float of_row = 0.f, both_of_row = 0.f;
 #pragma unroll
       for (int j = 0; j < kTiles; ++j)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float regressed = fmaf(found.tilt[h] * p.scale, x[j][2 * h + e], mean[2 * j + e]);
-          const float a = fmaf(even[j][2 * h + e], per_even, -regressed);
-          const float b = fmaf(odd[j][2 * h + e], per_odd, -regressed);
-          of_row = fmaf(a, b, of_row);
-          both_of_row = fmaf(a + b, a + b, both_of_row);
+          agreement.add(fmaf(even[j][2 * h + e], per_even, -regressed), fmaf(odd[j][2 * h + e], per_odd, -regressed));
         }
-      const float may = found.may_bring(h);
-      if (may > 0.f) {
-        agreed = fmaf(may * may, of_row, agreed);
-        both = fmaf(may * may, both_of_row, both);
-      }
+      agreement.end_row(found.may_bring(h));
     }
-    const float believed = SampleSums::agreement(agreed, both);
+    const float believed = agreement.found();
 #pragma unroll
     for (int h = 0; h < 2; ++h) found.believed[h] = fmaxf(found.believed[h] * believed, found.alone[h]);
   }

@@ -39,6 +39,36 @@ struct SampleFindings {
   }
 };
 
+__device__ __forceinline__ float within_one(float x) { return fminf(fmaxf(x, 0.f), 1.f); }
+
+// How far both halves of the samples agree on what their values are beside the regression's: of a warp's 16 rows together,
+// as one row's samples are too few to tell. A row counts by the square of what its samples may bring.
+struct HalvesAgreement {
+  float agreed = 0.f, both = 0.f;            // of a thread's rows, sums over elements of a b and of (a + b)^2
+  float of_row = 0.f, both_of_row = 0.f;     // of the row that it is at
+
+  __device__ __forceinline__ void add(float a, float b) {
+    of_row = fmaf(a, b, of_row);
+    both_of_row = fmaf(a + b, a + b, both_of_row);
+  }
+  __device__ __forceinline__ void end_row(float may) {
+    if (may > 0.f) {
+      agreed = fmaf(may * may, of_row, agreed);
+      both = fmaf(may * may, both_of_row, both);
+    }
+    of_row = both_of_row = 0.f;
+  }
+  // 0 where sums are no numbers.
+  __device__ __forceinline__ float found() {
+#pragma unroll
+    for (int lane = 1; lane < 32; lane *= 2) {
+      agreed += __shfl_xor_sync(kFullWarp, agreed, lane);
+      both += __shfl_xor_sync(kFullWarp, both, lane);
+    }
+    return agreed > 0.f ? within_one(4.f * agreed / both) : 0.f;
+  }
+};
+
 // Of two rows of which a thread has a quarter each, and the rest its neighbours, lanes 4 i .. 4 i + 3. Of a half's samples
 // 8 j + lane % 4 * 2 + e from any multiple of 8 on it has product(j, h, e) with row h.
 struct SampleSums {
@@ -60,18 +90,6 @@ struct SampleSums {
   static __device__ __forceinline__ float of_quad(float x) {
     x += __shfl_xor_sync(kFullWarp, x, 1);
     return x + __shfl_xor_sync(kFullWarp, x, 2);
-  }
-  static __device__ __forceinline__ float within_one(float x) { return fminf(fmaxf(x, 0.f), 1.f); }
-  // How far both halves agree, by a thread's sums over elements of its rows of a b and of (a + b)^2, each row's by the square
-  // of what its samples `may_bring`: of a warp's 16 rows together, as one row's samples are too few to tell. 0 where these are
-  // no numbers.
-  static __device__ __forceinline__ float agreement(float agreed, float both) {
-#pragma unroll
-    for (int lane = 1; lane < 32; lane *= 2) {
-      agreed += __shfl_xor_sync(kFullWarp, agreed, lane);
-      both += __shfl_xor_sync(kFullWarp, both, lane);
-    }
-    return agreed > 0.f ? within_one(4.f * agreed / both) : 0.f;
   }
   static __device__ __forceinline__ float of_largest(float x) {
     x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));

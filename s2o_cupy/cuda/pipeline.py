@@ -192,15 +192,15 @@ class Prepared:
         # Whether pass 1 reads no keys but the queries' own.
         self.own_keys_first = not self.plan.dense and problem.is_causal and self.plan.of_pass.window == 0
         self.needs_taus = isinstance(config, S2OConfig) and config.error is not None and not self.plan.dense
-        # What lies in the workspace where a call has no address of its own for it: its place in BASES and in the workspace.
+        # What lies in the workspace where a call has no address of its own for it: its places in BASES and there.
         places = self.workspace.places
         own = [(name, name) for name in ("taus", "lse", "visited") if name in places]
         if layout.is_fp8:
             own += zip(("k", "v"), COLLECTED, strict=True)
         self.own = [(BASES.index(name), places[place].offset) for name, place in own]
         # The launches that take tensor maps, and what picks the addresses of these from those of BASES.
-        of_maps = [(i, sorted({BASES.index(x.base) for x in step.maps if x})) for i, step in enumerate(steps) if step.maps]
-        self.mapped = [(i, operator.itemgetter(*bases)) for i, bases in of_maps]
+        of_maps = [(i, {BASES.index(x.base) for x in step.maps if x}) for i, step in enumerate(steps) if step.maps]
+        self.mapped = [(i, operator.itemgetter(*sorted(bases))) for i, bases in of_maps]
         assert [i for i, _ in self.mapped] == [i for i, x in enumerate(steps) if x.kernel.family.params.map_bytes]
         self._addresses: tuple[int, ...] = ()  # as of BASES, that parameters and maps have
         self.replays = len(steps) > GRAPH_LAUNCHES
