@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from ..spec import Pass, S2OConfig
 from . import compiler
 from .graphs import GRAPH_LAUNCHES, LAUNCHED
 from .program import Program, make_context_current
-from .tensor_maps import encoded
+from .tensor_maps import MapsOfLaunch
 
 __all__ = [
     "Call", "Launched", "Memory", "Prepared", "allocate", "prepared", "run", "run_in_turn", "run_pass1",
@@ -198,9 +197,8 @@ class Prepared:
         if layout.is_fp8:
             own += zip(("k", "v"), COLLECTED, strict=True)
         self.own = [(BASES.index(name), places[place].offset) for name, place in own]
-        # The launches that take tensor maps, and what picks the addresses of these from those of BASES.
-        of_maps = [(i, {BASES.index(x.base) for x in step.maps if x}) for i, step in enumerate(steps) if step.maps]
-        self.mapped = [(i, operator.itemgetter(*sorted(bases))) for i, bases in of_maps]
+        # The launches that take tensor maps, and the maps by the addresses of BASES.
+        self.mapped = [(i, MapsOfLaunch(step.maps)) for i, step in enumerate(steps) if step.maps]
         assert [i for i, _ in self.mapped] == [i for i, x in enumerate(steps) if x.kernel.family.params.map_bytes]
         self._addresses: tuple[int, ...] = ()  # as of BASES, that parameters and maps have
         self.replays = len(steps) > GRAPH_LAUNCHES
@@ -281,10 +279,10 @@ class Prepared:
             return
         self._addresses = ()  # until all is written: a map may be refused, and an interrupt come between
         self.program.point_to(addresses)
-        for i, of_maps in self.mapped:
-            if not before or of_maps(addresses) != of_maps(before):
-                by_base = dict(zip(BASES, addresses, strict=True))
-                self.program.map_words(i)[:] = encoded(self.program.launches[i].maps, by_base)
+        for i, maps in self.mapped:
+            of_maps = maps.pick(addresses)
+            if not before or of_maps != maps.pick(before):
+                self.program.map_words(i)[:] = maps.words(of_maps)
         self._addresses = addresses
 
     def _run_observed(self, address: int, keeper: Any, stream: int, observe: Observer) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -15,13 +16,15 @@ import numpy as np
 
 from ..arrays.operand import Operand
 from ..caches import remembered
+from ..plan.build import BASES
 from ..plan.kernels import BOX_COLUMNS
 from ..plan.maps import COLUMNS, PAGES, ROWS, Maps
 from ..spec import S2OError
 
-__all__ = ["box_map", "encoded", "page_map", "tensor_map"]
+__all__ = ["MapsOfLaunch", "box_map", "encoded", "page_map", "tensor_map"]
 
 MAP_BYTES = 128
+MOVES = 64
 
 # Enumerators of cuda.h.
 TYPE_UINT16, INTERLEAVE_NONE, SWIZZLE_128B, PROMOTION_L2_256B, FILL_ZEROS = 1, 0, 3, 3, 0
@@ -101,6 +104,18 @@ def encoded(maps: Maps, addresses: Mapping[str, int]) -> Any:
         for x in maps
     ]  # fmt: skip
     return np.frombuffer(b"".join(found), np.uint64)
+
+
+class MapsOfLaunch:
+    """A launch's maps as its arrays move. ``pick``: from the addresses of BASES those that the maps are of; ``words``:
+    from these what `encoded` makes. Those of MOVES are remembered, as the arrays of a model's layers come again."""
+
+    def __init__(self, maps: Maps) -> None:
+        bases = sorted({BASES.index(x.base) for x in maps if x})
+        # Of one index it would give no tuple.
+        self.pick = operator.itemgetter(*bases if len(bases) > 1 else (slice(bases[0], bases[0] + 1),))
+        by_base = lambda addresses: {BASES[i]: x for i, x in zip(bases, addresses, strict=True)}  # noqa: E731
+        self.words = functools.lru_cache(MOVES)(lambda addresses: encoded(maps, by_base(addresses)))
 
 
 def _map(
