@@ -21,6 +21,8 @@ struct MappedAntidiagonalTraits {
   static constexpr int kSteps = kStride * kHeadDim / kColumns;  // of a tile
   static constexpr int kGroup = 4;     // tiles of rows that take turns
   static constexpr uint32 kBytes = (kRows + kTile) * kColumns * 2;  // of a step
+  static constexpr int kConsumerRegisters = 232, kCopierRegisters = 40;  // of a thread of 256 and of 128
+  static_assert(256 * kConsumerRegisters + 128 * kCopierRegisters <= kRegistersOfBlock<kThreads>, "one would wait forever");
 
   struct Shared {
     uint16 q[kStages][kRows * kColumns];
@@ -99,7 +101,7 @@ __device__ __forceinline__ void antidiagonal_norms_mapped(const MappedAntidiagon
   TileWalk<Traits> walk(p, blockIdx.x / 2, gridDim.x / 2, p.round_heads / 2);  // of pairs of heads
   int step = 0;                                                                // of all tiles
   if (group == 2) {
-    registers_shrink<24>();
+    registers_shrink<Traits::kCopierRegisters>();
     if (threadIdx.x == 256) {
       for (; !walk.done(); walk.next()) {
         const int head = p.first_head + walk.head * 2 + static_cast<int>(rank), batch = head / p.heads;
@@ -117,7 +119,7 @@ __device__ __forceinline__ void antidiagonal_norms_mapped(const MappedAntidiagon
       }
     }
   } else {
-    registers_grow<240>();
+    registers_grow<Traits::kConsumerRegisters>();
     float d[2][kTile / 2];  // two products of 64 rows
     const auto release = [&](int of) {
       if (threadIdx.x % 128 < 2) barrier_arrive_at(shared.empty[of % kStages], threadIdx.x % 128);

@@ -50,7 +50,7 @@ __device__ __forceinline__ void attend_first(const Mapped<Params>& params, typen
   } else {
     registers_grow<kFirstConsumerRegisters>();
     Consumer<FirstTraits<Traits>> my(shared, params.attention);
-    run_first(my);
+    run_first<kStoresLate<Traits>>(my);
   }
 }
 
@@ -65,7 +65,7 @@ __device__ __forceinline__ void attend_first_in_pages(const Params& params, type
   } else {
     registers_grow<kConsumerRegisters<Traits>>();
     Consumer<Traits> my(shared, params);
-    run_first(my);
+    run_first<kStoresLate<Traits> && Traits::kHeadDim <= 128>(my);  // of 256 it would spill
   }
 }
 

@@ -10,8 +10,8 @@ template <class Traits>
 constexpr bool kStoresLate = Traits::kHeadDim >= 128;  // pass 1; with 64 the products are too short to gain by it
 
 // Pass 1: takes q tiles until none is left. The last output of one and the first scores of the next are in flight
-// together, like those of any two key tiles.
-template <class Traits>
+// together, like those of any two key tiles. With kLate the output is stored beside the next one's products.
+template <bool kLate, class Traits>
 __device__ __forceinline__ void run_first(Consumer<Traits>& my) {
   uint32 nth = 0;
   if (!take(my, nth)) return;
@@ -52,9 +52,9 @@ __device__ __forceinline__ void run_first(Consumer<Traits>& my) {
     softmax<true>(my, q_tile_at(my, nth).limit);
     await_output(my);
     release_v(my);
-    if (!kStoresLate<Traits>) store_last(my, nth - 1);
+    if (!kLate) store_last(my, nth - 1);
     pack(my);
-    my.unstored = kStoresLate<Traits>;
+    my.unstored = kLate;
     my.holds_output = false;
   }
 }

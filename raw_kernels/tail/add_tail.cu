@@ -46,6 +46,12 @@ struct TailTile : TailRows<Traits> {
   static constexpr int kRowsAtOnce = kThreads / kChunks;  // that the block copies
   static constexpr int kSlices = kTailHalf / kTailSlice;  // of half of the samples
   static constexpr int kValueRowsAtOnce = kThreads * 8 / kTailSlice, kValueRows = kTailSamples / kValueRowsAtOnce;
+  // Products of 8 rows that are taken together: one where registers are few.
+#if __CUDA_ARCH__ >= 1000
+  static constexpr int kTogether = kHeadDim > 128 ? 1 : 2;
+#else
+  static constexpr int kTogether = 2;
+#endif
 
   typename Traits::Shared& shared;
   uint4 q[2][kGroups];                      // of both rows
@@ -181,13 +187,15 @@ struct TailTile : TailRows<Traits> {
       const uint32 low[4] = {q[0][g].x, q[1][g].x, q[0][g].y, q[1][g].y};
       const uint32 high[4] = {q[0][g].z, q[1][g].z, q[0][g].w, q[1][g].w};
 #pragma unroll
-      for (int j = 0; j < kTiles; j += 2) {
+      for (int j = 0; j < kTiles; j += kTogether) {
         const uint32 from = halves[g % 2] + g / 2 * 128 + j * (8 * kHeadDim * 2);
-        const uint4 b = load_shared_16(from), c = load_shared_16(from + 8 * kHeadDim * 2);
-        Type::mma(acc[j], low, b.x, b.y);
-        Type::mma(acc[j + 1], low, c.x, c.y);
-        Type::mma(acc[j], high, b.z, b.w);
-        Type::mma(acc[j + 1], high, c.z, c.w);
+        uint4 b[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) b[i] = load_shared_16(from + i * (8 * kHeadDim * 2));
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) Type::mma(acc[j + i], low, b[i].x, b[i].y);
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) Type::mma(acc[j + i], high, b[i].z, b[i].w);
       }
     }
   }

@@ -24,7 +24,7 @@ GUIDES = Family("guides", "selection/rank_queries.cu", "RankQueriesParams", THRE
 RANK_QUERIES = Family(
     "rank_queries", "selection/rank_queries.cu", "RankQueriesParams", 128,
     "(!{aligned} ? 2 : {head_dim} > 128 ? (__CUDACC_VER_MAJOR__ > 12 || __CUDA_ARCH__ >= 1000 ? 2 : 3) : "
-    "{head_dim} > 64 ? (__CUDA_ARCH__ == 800 ? 3 : __CUDA_ARCH__ >= 1200 ? 4 : 5) : __CUDA_ARCH__ >= 1200 ? 6 : 7)",
+    "{head_dim} > 64 ? (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ >= 1200 ? 3 : 5) : __CUDA_ARCH__ >= 1200 ? 5 : 7)",
     _RANK_TRAITS,
 )  # fmt: skip
 POOL_QUERIES = Family(

@@ -56,7 +56,7 @@ QUERY_WEIGHTS_SM90 = Family(
 )  # fmt: skip
 QUERY_WEIGHTS_INT8 = Family(
     "query_weights_int8", "selection/query_weights_int8.cu", "RankKeysParams", 128,
-    "({head_dim} > 128 || ({clusters} < 8 && __CUDA_ARCH__ >= 1200) ? 3 : 4)",
+    "({head_dim} > 128 || ({head_dim} > 64 && {clusters} < 8) ? 3 : 4)",
     "IntegerWeightTraits<{element}, {head_dim}, {clusters}>",
 )  # fmt: skip
 # These arrays are [KV heads, ...].
