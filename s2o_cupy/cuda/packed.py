@@ -50,10 +50,9 @@ def prepare(operands: Operands, table: PackedTable, config: S2OConfig, paging: P
     """
     q, k, v, out = operands
     aligned = begins_aligned((q.pointer, k.pointer, v.pointer, out.pointer), paging)
-    without_addresses = tuple([x._replace(pointer=0) for x in operands])
-    return _prepare(
-        without_addresses, aligned, table, config, paging and paging.without_addresses(), runtime.getDevice()
-    )
+    q, k, v, out = [x._replace(pointer=0) for x in operands]
+    of_paging = paging and paging.without_addresses()
+    return _prepare((q, k, v, out), aligned, table, config, of_paging, runtime.getDevice())
 
 
 @remembered

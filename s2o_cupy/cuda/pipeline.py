@@ -193,7 +193,7 @@ class Prepared:
         self.needs_taus = isinstance(config, S2OConfig) and config.error is not None and not self.plan.dense
         # What lies in the workspace where a call has no address of its own for it: its places in BASES and there.
         places = self.workspace.places
-        own = [(name, name) for name in ("taus", "lse", "visited") if name in places]
+        own: list[tuple[str, str]] = [(name, name) for name in ("taus", "lse", "visited") if name in places]
         if layout.is_fp8:
             own += zip(("k", "v"), COLLECTED, strict=True)
         self.own = [(BASES.index(name), places[place].offset) for name, place in own]
