@@ -69,8 +69,10 @@ class KnownCall:
         lse = framework.output(batch.lse_shape, "float32", q, host=False).native if return_lse else None
         aligned = begins_aligned(arrays, None)
         prepared = self.prepared.get(aligned) or self._prepare(batch, aligned)
+        of_q, of_k, of_v, of_out = arrays
         of_lse = 0 if lse is None else address(lse)
-        prepared.run_again(arrays, of_lse, stream, lambda: framework.memory(q) or on_gpu.load_pipeline().allocate)
+        memory = lambda: framework.memory(q) or on_gpu.load_pipeline().allocate  # noqa: E731
+        prepared.run_again((of_q, of_k, of_v, of_out), of_lse, stream, memory)
         return out if lse is None else (out, lse)
 
     def _prepare(self, batch: Batch, aligned: bool) -> Any:

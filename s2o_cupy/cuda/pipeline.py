@@ -231,11 +231,13 @@ class Prepared:
                 self._launch(at, address, stream, await_keys)
         return launched
 
-    def run_again(self, arrays: tuple[int, ...], lse: int, stream: int, memory: Callable[[], Memory]) -> None:
+    def run_again(
+        self, arrays: tuple[int, int, int, int], lse: int, stream: int, memory: Callable[[], Memory]
+    ) -> None:
         """What `run` does with addresses of q, k, v and out, and nothing else asked. ``memory`` is called where the
         workspace is not empty."""
         if not self.launches_alone:
-            at = Addresses(*arrays, lse=lse)
+            at = Addresses.of(arrays, None, lse=lse)
             self.run(at, stream, memory() if self.workspace.nbytes else None)
             return
         with self.program.lock:
