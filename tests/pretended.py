@@ -93,5 +93,5 @@ def record_launches(monkeypatch: Any, compute_capability: int, *modules: Any) ->
         monkeypatch.setattr(module, "runtime", runtime)
         monkeypatch.setattr(module, "device_limits", lambda device: limits)
     for of_array in ("tensor_map", "box_map", "page_map"):
-        monkeypatch.setattr(tensor_maps, of_array, lambda *arguments: bytes(128))
+        monkeypatch.setattr(tensor_maps, of_array, lambda pointer, *others: pointer.to_bytes(128, "little"))
     return launched

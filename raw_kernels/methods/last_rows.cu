@@ -33,7 +33,7 @@ __device__ __forceinline__ void multiply(float (&d)[Traits::kSpread][8][4], uint
     for (int j = 0; j < 8; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) d[i][j][e] = 0.f;
-#pragma unroll(__CUDA_ARCH__ >= 1000 ? 1 : 2)  // there two would spill
+#pragma unroll(__CUDA_ARCH__ >= 1000 ? 1 : 2)  // on Blackwell two would spill
   for (int c = 0; c < Traits::kHeadDim / 16; ++c) {
     uint32 x[Traits::kSpread][4];
 #pragma unroll

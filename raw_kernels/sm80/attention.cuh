@@ -413,13 +413,13 @@ struct AttentionTile {
     return stops;
   }
 
-  // Walks `keys`. Row r sees the first `limit` of them, or `limit + r` with kCausal. With kStops, ends after the first
+  // Walks `keys`. Row r sees the first `given_limit` of them, as point_to_keys was told, or r more with kCausal. With kStops, ends after the first
   // key tile that adds too little to each of the first `rows` rows. Returns the number of key tiles visited. `begin`
   // loads what the rows begin with, while the first keys are on their way.
   template <bool kCausal, bool kStops, class Keys, class Begin>
   __device__ __forceinline__ int walk(const Keys& keys, int given_limit, int rows, const Begin& begin) {
     constexpr int kStages = Traits::kStages;
-    // Where there is no register to keep it in. With one stage there is, and none to read it to.
+    // Read back from shared memory where ptxas lacks a register to keep it; with one stage reading it is what spills.
     constexpr bool kReadsLimit = Traits::kPaged || (kCausal && kStages > 1);
     const int head_dim = params.geometry.head_dim;
     const int steps = (keys.count + kStep - 1) / kStep;

@@ -39,7 +39,8 @@ struct AttentionTraits {
     const uint16* k_rows;                  // [seqlen_k, head_dim] of the block's KV head, or its first row in a cache
     const uint16* v_rows;
     const int* order;                      // of the block's segment (pass 2)
-    int first_key, limit;                  // (first_key: pass 1)
+    int first_key;                         // (pass 1; in a ladder the q tile)
+    int limit;                             // walk's
     const int* pages;                      // of the block's sequence (kPaged)
     float tau;                             // of the block's head (pass 2)
     int least_keys;                        // until these are visited only stop checks in a row end the tile (pass 2),

@@ -46,7 +46,7 @@ struct TailTile : TailRows<Traits> {
   static constexpr int kRowsAtOnce = kThreads / kChunks;  // that the block copies
   static constexpr int kSlices = kTailHalf / kTailSlice;  // of half of the samples
   static constexpr int kValueRowsAtOnce = kThreads * 8 / kTailSlice, kValueRows = kTailSamples / kValueRowsAtOnce;
-  // Products of 8 rows that are taken together: one where registers are few.
+  // Groups of 8 rows that are multiplied together: one where registers are few.
 #if __CUDA_ARCH__ >= 1000
   static constexpr int kTogether = kHeadDim > 128 ? 1 : 2;
 #else

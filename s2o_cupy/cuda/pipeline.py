@@ -191,7 +191,7 @@ class Prepared:
         # Whether pass 1 reads no keys but the queries' own.
         self.own_keys_first = not self.plan.dense and problem.is_causal and self.plan.of_pass.window == 0
         self.needs_taus = isinstance(config, S2OConfig) and config.error is not None and not self.plan.dense
-        # What lies in the workspace where a call has no address of its own for it: its places in BASES and there.
+        # What lies in the workspace where a call has no address of its own for it: its index in BASES, its offset.
         places = self.workspace.places
         own: list[tuple[str, str]] = [(name, name) for name in ("taus", "lse", "visited") if name in places]
         if layout.is_fp8:
@@ -202,7 +202,7 @@ class Prepared:
         assert [i for i, _ in self.mapped] == [i for i, x in enumerate(steps) if x.kernel.family.params.map_bytes]
         self._addresses: tuple[int, ...] = ()  # as of BASES, that parameters and maps have
         self.replays = len(steps) > GRAPH_LAUNCHES
-        # Whether launches are all that there is to a call: of a short one, which is dense.
+        # A short dense call: no workspace, no taus to check, no graph.
         self.launches_alone = not (self.workspace.nbytes or self.needs_taus or self.replays)
         self._launched = Launched(self.plan, LAUNCHED)
 
@@ -234,7 +234,7 @@ class Prepared:
     def run_again(
         self, arrays: tuple[int, int, int, int], lse: int, stream: int, memory: Callable[[], Memory]
     ) -> None:
-        """What `run` does with addresses of q, k, v and out, and nothing else asked. ``memory`` is called where the
+        """`run` with the addresses of q, k, v and out and, if it is not 0, of lse. ``memory`` is called where the
         workspace is not empty."""
         if not self.launches_alone:
             at = Addresses.of(arrays, None, lse=lse)

@@ -24,7 +24,7 @@ from ..spec import S2OError
 __all__ = ["MapsOfLaunch", "box_map", "encoded", "page_map", "tensor_map"]
 
 MAP_BYTES = 128
-MOVES = 64
+MOVES = 32  # addresses of which a launch keeps its maps
 
 # Enumerators of cuda.h.
 TYPE_UINT16, INTERLEAVE_NONE, SWIZZLE_128B, PROMOTION_L2_256B, FILL_ZEROS = 1, 0, 3, 3, 0
@@ -108,11 +108,11 @@ def encoded(maps: Maps, addresses: Mapping[str, int]) -> Any:
 
 class MapsOfLaunch:
     """A launch's maps as its arrays move. ``pick``: from the addresses of BASES those that the maps are of; ``words``:
-    from these what `encoded` makes. Those of MOVES are remembered, as the arrays of a model's layers come again."""
+    from these what `encoded` makes. The last ones are kept, as the arrays of a model's layers come again."""
 
     def __init__(self, maps: Maps) -> None:
         bases = sorted({BASES.index(x.base) for x in maps if x})
-        # Of one index it would give no tuple.
+        # Of one index it gives the item and no tuple.
         self.pick = operator.itemgetter(*bases if len(bases) > 1 else (slice(bases[0], bases[0] + 1),))
         by_base = lambda addresses: {BASES[i]: x for i, x in zip(bases, addresses, strict=True)}  # noqa: E731
         self.words = functools.lru_cache(MOVES)(lambda addresses: encoded(maps, by_base(addresses)))

@@ -42,14 +42,7 @@ class TorchFramework(Framework):
         if x.requires_grad:  # refused by check() where it would matter
             x = x.detach()
         form = form_of(x.shape, x.stride(), x.element_size(), x.dtype, x.device)
-        try:
-            pointer = x.data_ptr()
-        except RuntimeError:
-            raise no_address(x) from None
-        # Wrappers of torch.func.functionalize say 0. Tensors of no data are told by their device, "meta".
-        if pointer == 0 and x.numel() and x.device.type != "meta":
-            raise no_address(x)
-        return ArrayInfo(pointer, *form, x)
+        return ArrayInfo(pointer_of(x), *form, x)
 
     def look(self, arrays: Iterable[Any]) -> tuple[Any, ...] | None:
         torch = sys.modules["torch"]
@@ -66,7 +59,7 @@ class TorchFramework(Framework):
                 if dtype is not bfloat16 and x.is_neg():
                     return None
                 looks += (x.shape, x.stride(), dtype, x.device)
-        except RuntimeError:  # what is not strided has no strides
+        except RuntimeError:  # nested and compressed sparse ones have no strides; others of a layout have no address
             return None
         return tuple(looks)
 
@@ -136,7 +129,7 @@ class TorchFramework(Framework):
 
         def allocate(nbytes: int) -> tuple[int, Any]:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
-            return memory.data_ptr(), memory
+            return pointer_of(memory), memory
 
         return allocate
 
@@ -187,8 +180,21 @@ class TorchFramework(Framework):
 
     def _new(self, out: Any, host: bool) -> Output:
         if not host:
+            pointer_of(out)  # where PyTorch makes wrappers, outputs are some too
             return Output(out, lambda: out)
         return self.output_into(out, self.describe(out), host=host)
+
+
+def pointer_of(x: Any) -> int:
+    """Where a tensor begins; raises TypeError of one that is not in memory. A wrapper of torch.func.functionalize, a
+    fake tensor and one whose storage is freed say 0; a device without memory, "meta", is refused for itself."""
+    try:
+        pointer = x.data_ptr()
+    except RuntimeError:
+        raise no_address(x) from None
+    if pointer == 0 and x.numel() and x.device.type != "meta":
+        raise no_address(x)
+    return pointer
 
 
 @functools.lru_cache

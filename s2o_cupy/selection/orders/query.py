@@ -43,7 +43,8 @@ UNIT_ROWS = Family(
 UNIT_ROWS_INT8 = replace(UNIT_ROWS, function="unit_rows_int8", blocks_per_multiprocessor=2)
 QUERY_NORMS = Family(
     "query_norms", "selection/query_norms.cu", "QueryNormsParams", THREADS,
-    "({head_dim} > 128 ? 1 : {head_dim} > 64 && __CUDA_ARCH__ == 1000 ? 2 : 3)", "NormTraits<{element}, {head_dim}>",
+    "({head_dim} > 128 ? 1 : {head_dim} > 64 && __CUDA_ARCH__ / 100 == 10 ? 2 : 3)",
+    "NormTraits<{element}, {head_dim}>",
 )  # fmt: skip
 QUERY_WEIGHTS = Family(
     "query_weights", "selection/query_weights.cu", "RankKeysParams", 128, 2,
