@@ -5,6 +5,7 @@
     python benchmarks/figures.py                            make all of them, on one GPU
     python benchmarks/figures.py --only retrieval,speed_query
     python benchmarks/figures.py --stale                    only those that --check names
+    python benchmarks/figures.py --side-by-side             a figure on each GPU, with logs in build/figures
     python benchmarks/figures.py --dry-run                  the plan of such a call; needs no GPU
 
 `make figures` runs this in an environment of its own. What is made and how is in `_published.py`. A model that is in
@@ -16,14 +17,18 @@ writes the tables and draws the pictures. --check ends with 1 if a figure is sta
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import _published
@@ -131,9 +136,17 @@ def gpus() -> int:
     return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
 
 
-def run(step: Step) -> str:
-    """Nothing if it went well, else what happened."""
-    done = subprocess.run([sys.executable, *step.command], cwd=ROOT, check=False)
+def run(step: Step, gpus: Sequence[int] | None = None) -> str:
+    """Nothing if it went well, else what happened. With ``gpus`` it sees only these and writes to a log."""
+    log, environment = None, None
+    if gpus is not None:
+        log = log_of(step).open("w")
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+    with log or contextlib.nullcontext():
+        done = subprocess.run(
+            [sys.executable, *step.command], cwd=ROOT, env=environment, stdout=log, stderr=log and subprocess.STDOUT,
+            check=False,
+        )  # fmt: skip
     made = MADE / f"{step.name}.json"
     if done.returncode or step.name in TRAINED:
         return f"ended with {done.returncode}" if done.returncode else ""
@@ -143,28 +156,81 @@ def run(step: Step) -> str:
     return ""
 
 
-def make(made: Sequence[Step], there: int) -> dict[str, str]:
-    """Run the steps; names of those that failed, and how."""
-    failed: dict[str, str] = {}
-    MADE.mkdir(parents=True, exist_ok=True)
-    for number, step in enumerate(made, 1):
-        print(f"\nfigures: {number} of {len(made)}, {step.name}, about {step.minutes:g} minutes", flush=True)
-        lacking = [model for model in needs(step.name) if not (ROOT / TRAINED[model].file).exists()]
-        if absent := step.lacks(there):
-            failed[step.name] = absent
-        elif lacking:
-            failed[step.name] = f"needs {', '.join(lacking)}, whose training failed"
-        else:
-            began = time.monotonic()
+def log_of(step: Step) -> Path:
+    return MADE / f"{step.name}.log"
+
+
+class Maker:
+    """Runs steps in their order, one at a time, or side by side, each on GPUs of its own: then a step is passed over
+    until its models are there and so many GPUs are free. ``failed``: names of steps, and what happened."""
+
+    def __init__(self, made: Sequence[Step], there: int, side_by_side: bool = False) -> None:
+        self.failed: dict[str, str] = {}
+        self._waiting, self._all, self._there = [*made], len(made), there
+        self._side_by_side, self._free = side_by_side, [*range(there)]
+        self._running: set[str] = set()
+        self._changed = threading.Condition()
+
+    def make(self) -> dict[str, str]:
+        MADE.mkdir(parents=True, exist_ok=True)
+        workers = [threading.Thread(target=self._work) for _ in range(self._there if self._side_by_side else 1)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
             try:
-                why = run(step)
-            except KeyboardInterrupt:
-                failed |= {later.name: "interrupted" for later in made[number - 1 :]}
-                break
-            if why:
-                failed[step.name] = why
-            print(f"figures: {step.name} {why or 'done'}, {(time.monotonic() - began) / 60:.1f} minutes", flush=True)
-    return failed
+                worker.join()
+            except KeyboardInterrupt:  # of the terminal, whose processes get it too
+                self._give_up()
+                worker.join()
+        return self.failed
+
+    def _give_up(self) -> None:
+        with self._changed:
+            self.failed |= {step.name: "interrupted" for step in self._waiting}
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while (taken := self._take()) is not None:
+            step, gpus, number = taken
+            where = f" on {', '.join(f'GPU {i}' for i in gpus)}, {log_of(step)}" if self._side_by_side else ""
+            print(
+                f"\nfigures: {number} of {self._all}, {step.name}, about {step.minutes:g} minutes{where}", flush=True
+            )
+            began, why = time.monotonic(), self._why_not(step)
+            if not why:
+                try:
+                    why = run(step, gpus) if self._side_by_side else run(step)
+                except KeyboardInterrupt:
+                    why = "interrupted"
+                    self._give_up()
+                minutes = (time.monotonic() - began) / 60
+                print(f"figures: {step.name} {why or 'done'}, {minutes:.1f} minutes", flush=True)
+            with self._changed:
+                if why:
+                    self.failed[step.name] = why
+                self._running.remove(step.name)
+                self._free += gpus
+                self._changed.notify_all()
+
+    def _take(self) -> tuple[Step, list[int], int] | None:
+        """The next step that may run, its GPUs and its number; None: there are none left."""
+        with self._changed:
+            while self._waiting:
+                to_come = self._running | {step.name for step in self._waiting}
+                for step in self._waiting:
+                    count = min(step.gpus, self._there)  # one that lacks some says so
+                    if to_come.isdisjoint(needs(step.name)) and count <= len(self._free):
+                        self._waiting.remove(step)
+                        self._running.add(step.name)
+                        gpus, self._free = self._free[:count], self._free[count:]
+                        return step, gpus, self._all - len(self._waiting)
+                self._changed.wait()
+        return None
+
+    def _why_not(self, step: Step) -> str:
+        lacking = [model for model in needs(step.name) if not (ROOT / TRAINED[model].file).exists()]
+        return step.lacks(self._there) or (f"needs {', '.join(lacking)}, whose training failed" if lacking else "")
 
 
 def needs(name: str) -> tuple[str, ...]:
@@ -186,6 +252,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="NAME,NAME", help="these figures, and the models they need")
     parser.add_argument("--stale", action="store_true", help="those figures that --check names")
     parser.add_argument("--train", action="store_true", help="train models that are there already, too")
+    parser.add_argument("--side-by-side", action="store_true", help="on as many GPUs as there are, a step on each")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="every figure, and who shows it")
     what.add_argument("--check", action="store_true", help="which figures are stale, and why")
@@ -218,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(NO_GPU, file=sys.stderr)
         return 2
     print(plan(made, there), flush=True)
-    failed = make(made, there)
+    failed = Maker(made, there, args.side_by_side).make()
     if wrong := draw():
         failed["the pages"] = wrong
     good = sum(step.name not in failed for step in made)

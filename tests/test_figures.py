@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -316,6 +317,44 @@ def test_what_is_made_and_what_failed(clone, monkeypatch, capfd):
     assert (clone / "results" / "stale.txt").read_text() == "# why\nsecond\nthird\n"
     assert [step.name for step in figures.steps(["first"])] == ["first"]  # the model is there by now
     assert [step.name for step in figures.steps(["first"], train=True)] == ["model", "first"]
+
+
+def test_side_by_side(clone, monkeypatch, capfd):
+    """Each step on GPUs of its own, a figure behind its model's training, the others meanwhile."""
+    at_once, now, seen = [], set(), {}
+    lock, both = threading.Lock(), threading.Event()
+
+    def run(step, gpus):
+        with lock:
+            assert now.isdisjoint(gpus)
+            now.update(gpus)
+            at_once.append(len(now))
+            seen[step.name] = len(gpus), [*seen]
+            both.set() if len(now) == 2 else None
+        both.wait(10)  # the first waits for a second beside it
+        if step.name == "model":
+            (clone / "build" / "figures" / "model").write_text("")
+        with lock:
+            now.difference_update(gpus)
+        return "" if step.name != "failing" else "ended with 3"
+
+    monkeypatch.setattr(figures, "gpus", lambda: 2)
+    monkeypatch.setattr(figures, "run", run)
+    assert figures.main(["--side-by-side"]) == 1
+    out, err = capfd.readouterr()
+    assert max(at_once) == 2 and "on GPU 0" in out and "on GPU 1" in out
+    assert {name: count for name, (count, _) in seen.items()} == {
+        "model": 1, "first": 1, "second": 1, "third": 1, "fourth": 2, "failing": 1
+    }  # fmt: skip
+    assert "model" in seen["first"][1] and "fifth: needs failing, whose training failed" in err
+
+
+def test_side_by_side_a_step_sees_its_gpus_alone_and_has_a_log(clone, monkeypatch):
+    (clone / "script.py").write_text("import os; print('sees', os.environ['CUDA_VISIBLE_DEVICES'])")
+    (clone / "build" / "figures").mkdir(parents=True)
+    step = figures.Step("third", ["script.py"], 1)
+    assert figures.run(step, [1, 3]) == "wrote no result"
+    assert (clone / "build" / "figures" / "third.log").read_text() == "sees 1,3\n"
 
 
 def test_an_interrupt_ends_it(clone, monkeypatch, capfd):
