@@ -36,9 +36,10 @@ def driver(monkeypatch):
     clear_cache()
 
 
-def call(driver, compute_capability, shape=SHAPE, paging=None, **schedule):
-    """What `cuda.gather` launches, and the address of the state."""
-    launched = driver(compute_capability)
+def call(driver, compute_capability, shape=SHAPE, paging=None, launched=None, moved=0, **schedule):
+    """The plan of `cuda.gather`, and what it launches. ``launched``: of a call before, which this one is added to;
+    ``moved``: where q lies, from where it did."""
+    launched = driver(compute_capability) if launched is None else launched
     from s2o_cupy.cuda import gather
 
     batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim = shape
@@ -50,7 +51,7 @@ def call(driver, compute_capability, shape=SHAPE, paging=None, **schedule):
     def operand(pointer, heads, rows):
         return Operand(pointer, (batch, heads, rows, head_dim), (heads * rows * head_dim, rows * head_dim, head_dim))
 
-    q = operand(0x100000, heads, seqlen_q)
+    q = operand(0x100000 + moved, heads, seqlen_q)
     k, v = (operand(x, kv_heads, seqlen_k) for x in (0x200000, 0x300000))
     if paging is not None:
         pages = (paging.pages, kv_heads, paging.page_size, head_dim)
@@ -81,6 +82,32 @@ def test_the_three_launches(driver, compute_capability):
     assert listed["geometry"]["segment"] == 600 and listed["tiles"] == 5  # one segment, a list for each q tile
     assert listed["tau"] == 0.25 and listed["lse"] == LSE and listed["visited"] == VISITED
     assert plan.path == ("hopper" if own else "portable") and listed["q"]["data"] == 0x100000
+
+
+def test_a_call_after_an_interrupted_one_has_its_own_maps(driver, monkeypatch):
+    """The interrupt comes when the other's maps are written and nobody has taken a note of it."""
+    from s2o_cupy.cuda.lists import _ListedPass
+
+    class Interrupting:
+        def __get__(self, it, owner):
+            return it.__dict__["mapped"]
+
+        def __set__(self, it, addresses):
+            if addresses and armed:
+                raise KeyboardInterrupt
+            it.__dict__["mapped"] = addresses
+
+    armed, schedule = [], {"batch": 2, "list_heads": 8, "segment": 256, "unit": 64}
+    monkeypatch.setattr(_ListedPass, "mapped", Interrupting(), raising=False)
+    _, launched = call(driver, 90, **schedule)
+    maps = launched[-1].kernel.family.params.map_bytes
+    expected = launched[-1].params.tobytes()[:maps]
+    armed.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        call(driver, 90, launched=launched, moved=1 << 24, **schedule)
+    armed.clear()
+    call(driver, 90, launched=launched, **schedule)
+    assert maps and launched[-1].params.tobytes()[:maps] == expected
 
 
 def test_sinks_come_between_and_keep_the_state(driver):
