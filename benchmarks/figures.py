@@ -201,9 +201,8 @@ class Maker:
             if not why:
                 try:
                     why = run(step, gpus) if self._side_by_side else run(step)
-                except KeyboardInterrupt:
-                    why = "interrupted"
-                    self._give_up()
+                except OSError as error:  # of a log or a result that cannot be written
+                    why = str(error)
                 minutes = (time.monotonic() - began) / 60
                 print(f"figures: {step.name} {why or 'done'}, {minutes:.1f} minutes", flush=True)
             with self._changed:

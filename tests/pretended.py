@@ -58,6 +58,24 @@ def array_at(pointer: int, dtype: Any, shape: tuple[int, ...], strides: tuple[in
     return np.asarray(types.SimpleNamespace(__array_interface__=interface))
 
 
+def interrupted_before(monkeypatch: Any, owner: type, name: str) -> list[bool]:
+    """A list. While it has an entry a KeyboardInterrupt comes where ``owner`` would take a note of something in its
+    attribute ``name``; that it forgets goes on."""
+
+    class Interrupting:
+        def __get__(self, it: Any, of: type) -> Any:
+            return it.__dict__[name]
+
+        def __set__(self, it: Any, value: Any) -> None:
+            if value and armed:
+                raise KeyboardInterrupt
+            it.__dict__[name] = value
+
+    armed: list[bool] = []
+    monkeypatch.setattr(owner, name, Interrupting(), raising=False)
+    return armed
+
+
 class Launched(NamedTuple):
     kernel: Any
     blocks: int

@@ -8,6 +8,7 @@ import importlib
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -330,7 +331,8 @@ def test_side_by_side(clone, monkeypatch, capfd):
             now.update(gpus)
             at_once.append(len(now))
             seen[step.name] = len(gpus), [*seen]
-            both.set() if len(now) == 2 else None
+            if len(now) == 2:
+                both.set()
         both.wait(10)  # the first waits for a second beside it
         if step.name == "model":
             (clone / "build" / "figures" / "model").write_text("")
@@ -358,10 +360,25 @@ def test_side_by_side_a_step_sees_its_gpus_alone_and_has_a_log(clone, monkeypatc
 
 
 def test_an_interrupt_ends_it(clone, monkeypatch, capfd):
-    def interrupted(step):
-        raise KeyboardInterrupt
+    """The terminal's, which the running step gets too."""
 
+    def interrupted(step):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        given_up.wait(10)
+        return "ended with -2"
+
+    given_up, give_up = threading.Event(), figures.Maker._give_up
+    monkeypatch.setattr(figures.Maker, "_give_up", lambda self: give_up(self) or given_up.set())
     monkeypatch.setattr(figures, "gpus", lambda: 2)
     monkeypatch.setattr(figures, "run", interrupted)
     assert figures.main(["--only", "fourth,second"]) == 1
-    assert "second: interrupted" in capfd.readouterr().err and (clone / "drawn").exists()
+    err = capfd.readouterr().err  # in the list's order "second" comes first
+    assert "second: ended with -2" in err and "fourth: interrupted" in err and (clone / "drawn").exists()
+
+
+def test_a_result_that_cannot_be_written_is_a_failure(clone, monkeypatch, capfd):
+    """And keeps no other step waiting."""
+    monkeypatch.setattr(figures, "gpus", lambda: 2)
+    (clone / "build" / "figures" / "second.log").mkdir(parents=True)
+    assert figures.main(["--side-by-side", "--only", "first,second"]) == 1
+    assert "second.log" in capfd.readouterr().err and (clone / "results" / "first.json").exists()

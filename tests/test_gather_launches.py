@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pretended import Launched, record_launches
+from pretended import Launched, interrupted_before, record_launches
 from schedules import random_schedule
 
 from s2o_cupy.arrays.operand import Call, Operand, Paging
@@ -88,17 +88,8 @@ def test_a_call_after_an_interrupted_one_has_its_own_maps(driver, monkeypatch):
     """The interrupt comes when the other's maps are written and nobody has taken a note of it."""
     from s2o_cupy.cuda.lists import _ListedPass
 
-    class Interrupting:
-        def __get__(self, it, owner):
-            return it.__dict__["mapped"]
-
-        def __set__(self, it, addresses):
-            if addresses and armed:
-                raise KeyboardInterrupt
-            it.__dict__["mapped"] = addresses
-
-    armed, schedule = [], {"batch": 2, "list_heads": 8, "segment": 256, "unit": 64}
-    monkeypatch.setattr(_ListedPass, "mapped", Interrupting(), raising=False)
+    armed = interrupted_before(monkeypatch, _ListedPass, "mapped")
+    schedule = {"batch": 2, "list_heads": 8, "segment": 256, "unit": 64}
     _, launched = call(driver, 90, **schedule)
     maps = launched[-1].kernel.family.params.map_bytes
     expected = launched[-1].params.tobytes()[:maps]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pretended import record_launches
+from pretended import interrupted_before, record_launches
 
 from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.api import attention
@@ -248,17 +248,7 @@ def test_a_call_after_an_interrupted_one_has_its_own_arrays(gpu, monkeypatch, co
     from s2o_cupy.cuda.pipeline import Prepared
     from s2o_cupy.cuda.program import Program
 
-    class Interrupting:
-        def __get__(self, it, owner):
-            return it.__dict__["_addresses"]
-
-        def __set__(self, it, addresses):
-            if addresses and armed:
-                raise KeyboardInterrupt
-            it.__dict__["_addresses"] = addresses
-
-    armed = []
-    monkeypatch.setattr(Program if where_it_is == "pointers" else Prepared, "_addresses", Interrupting(), raising=False)
+    armed = interrupted_before(monkeypatch, Program if where_it_is == "pointers" else Prepared, "_addresses")
     workspace = np.zeros(1 << 24, np.uint8)  # of all calls
     monkeypatch.setattr(TorchFramework, "memory", lambda self, like: lambda nbytes: (workspace.ctypes.data, workspace))
     arrays, others = tensors(head_dim=128), tensors(head_dim=128)

@@ -413,9 +413,9 @@ struct AttentionTile {
     return stops;
   }
 
-  // Walks `keys`. Row r sees the first `given_limit` of them, as point_to_keys was told, or r more with kCausal. With kStops, ends after the first
-  // key tile that adds too little to each of the first `rows` rows. Returns the number of key tiles visited. `begin`
-  // loads what the rows begin with, while the first keys are on their way.
+  // Walks `keys`. Row r sees the first `given_limit` of them, which point_to_keys was told too, or r more with kCausal.
+  // With kStops, ends after the first key tile that adds too little to each of the first `rows` rows. Returns the number
+  // of key tiles visited. `begin` loads what the rows begin with, while the first keys are on their way.
   template <bool kCausal, bool kStops, class Keys, class Begin>
   __device__ __forceinline__ int walk(const Keys& keys, int given_limit, int rows, const Begin& begin) {
     constexpr int kStages = Traits::kStages;

@@ -44,13 +44,15 @@ __device__ __forceinline__ float within_one(float x) { return fminf(fmaxf(x, 0.f
 // How far both halves of the samples agree on what their values are beside the regression's: of a warp's 16 rows together,
 // as one row's samples are too few to tell. A row counts by the square of what its samples may bring.
 struct HalvesAgreement {
-  float agreed = 0.f, both = 0.f;            // of a thread's rows, sums over elements of a b and of (a + b)^2
-  float of_row = 0.f, both_of_row = 0.f;     // of the row that it is at
+  float agreed = 0.f, both = 0.f;         // sums over elements of a thread's rows: of a b, and of (a + b)^2
+  float of_row = 0.f, both_of_row = 0.f;  // those of the row that it is at
 
+  // An element of what the even samples say, and of what the odd ones do.
   __device__ __forceinline__ void add(float a, float b) {
     of_row = fmaf(a, b, of_row);
     both_of_row = fmaf(a + b, a + b, both_of_row);
   }
+  // `may`: what the row's samples may bring.
   __device__ __forceinline__ void end_row(float may) {
     if (may > 0.f) {
       agreed = fmaf(may * may, of_row, agreed);
@@ -58,7 +60,7 @@ struct HalvesAgreement {
     }
     of_row = both_of_row = 0.f;
   }
-  // 0 where sums are no numbers.
+  // The whole warp asks; 0 where sums are no numbers.
   __device__ __forceinline__ float found() {
 #pragma unroll
     for (int lane = 1; lane < 32; lane *= 2) {

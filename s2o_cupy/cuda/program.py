@@ -23,7 +23,7 @@ __all__ = ["Program", "make_context_current"]
 
 STRUCT_BYTES = 64  # a parameter struct begins on a multiple of these, as tensor maps do
 WORD_BYTES = 8
-WORD = 2**64
+WORD = 2**64  # at which addresses wrap around
 FEW_POINTERS = 16  # up to so many are written one by one: NumPy takes as long as for 20
 
 

@@ -59,7 +59,7 @@ class TorchFramework(Framework):
                 if dtype is not bfloat16 and x.is_neg():
                     return None
                 looks += (x.shape, x.stride(), dtype, x.device)
-        except RuntimeError:  # nested and compressed sparse ones have no strides; others of a layout have no address
+        except RuntimeError:  # nested and compressed sparse tensors have no strides; other sparse ones have no address
             return None
         return tuple(looks)
 
