@@ -8,7 +8,6 @@ import importlib
 import json
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import threading
@@ -360,15 +359,24 @@ def test_side_by_side_a_step_sees_its_gpus_alone_and_has_a_log(clone, monkeypatc
 
 
 def test_an_interrupt_ends_it(clone, monkeypatch, capfd):
-    """The terminal's, which the running step gets too."""
+    """The terminal's, which comes while the first step runs and which that gets too."""
+    runs, given_up = threading.Event(), threading.Event()
+
+    class Worker(threading.Thread):
+        def join(self, timeout=None):
+            if not given_up.is_set():
+                assert runs.wait(10)
+                raise KeyboardInterrupt
+            super().join(timeout)
 
     def interrupted(step):
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        given_up.wait(10)
+        runs.set()
+        assert given_up.wait(10)
         return "ended with -2"
 
-    given_up, give_up = threading.Event(), figures.Maker._give_up
+    give_up = figures.Maker._give_up
     monkeypatch.setattr(figures.Maker, "_give_up", lambda self: give_up(self) or given_up.set())
+    monkeypatch.setattr(figures.threading, "Thread", Worker)
     monkeypatch.setattr(figures, "gpus", lambda: 2)
     monkeypatch.setattr(figures, "run", interrupted)
     assert figures.main(["--only", "fourth,second"]) == 1
