@@ -211,7 +211,7 @@ class S2OStages:
     problem: Problem
     chunks: list[Any]
     entries: Any = None  # the orders of all rounds, one behind the other
-    q_order: Any = None  # int32 [heads, segments, segment]
+    q_order: Any = None  # int32 [heads, segments, segment]; None: a segment is one q tile
     o1: Any = None
     lse1: Any = None
     state: Any = None
@@ -235,7 +235,7 @@ def s2o_stages(q, k, v, config, softcap) -> S2OStages:
         if stage == "pass1":
             found.o1, found.lse1, found.state = o.copy(), lse.copy(), arrays["state"].copy()
         elif stage == "rank_queries":
-            found.q_order = cupy.asnumpy(arrays["q_order"])
+            found.q_order = cupy.asnumpy(arrays["q_order"]) if "q_order" in arrays else None
         elif stage == "rank_keys":
             found.chunks.append(arrays["chunk"])
             orders.append(arrays["k_order"][: arrays["chunk"].elements].copy())
@@ -258,8 +258,10 @@ def by_lists_of_s2o(
     geometry = Geometry(seqlen, seqlen, config.segment, config.window, unit=config.unit)
     begins, keys = order_lists(stages.chunks, geometry, heads)
     queries = [geometry.queries(n) for n in range(geometry.segments)]
-    of_segments = [stages.q_order[:, n, : end - begin] + begin for n, (begin, end) in enumerate(queries)]
-    q_order = np.concatenate(of_segments, axis=-1)
+    q_order = None
+    if stages.q_order is not None:  # else a segment is one q tile
+        of_segments = [stages.q_order[:, n, : end - begin] + begin for n, (begin, end) in enumerate(queries)]
+        q_order = np.concatenate(of_segments, axis=-1)
     found = attend(
         config.path, q, k, v, KeyLists(stages.entries, begins[None], keys[None], config.unit), segment=config.segment,
         q_order=q_order, start=(stages.o1, stages.lse1, stages.state), page_size=page_size,

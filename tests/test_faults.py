@@ -114,7 +114,6 @@ FAULTS = [
         ("two elements are exchanged", "pooled_queries", "store_global_16(mean + lane * 8, packed[0], packed[1],",
          "store_global_16(mean + lane * 8, packed[1], packed[0],"),
         ("the next run's place", "pooled_queries", "means + run * Traits", "means + (run ^ 1) * Traits"),
-        ("neighbours are exchanged", "query order", "order[i] = i;", "order[i] = i ^ 1;"),
     ),
     *_faults(
         "pool_queries", replace(ONE_TILE, options={"pooled_queries": 3}),
@@ -343,6 +342,9 @@ FAULTS = [
          "Element::mma(acc[i][d + 1], a[i], b[3], b[2]);"),
         ("lse is in units of log2", "lse", " * 0.69314718055994531f", ""),
         ("lse lacks the maximum", "lse", "(m[i][h] + __log2f(l[i][h]))", "(__log2f(l[i][h]))"),
+    ),
+    *_faults("pass2", ONE_TILE,  # without an order
+        ("all rows are one query", "stop", "begin + (ordered ? order[r] : r);", "begin + (ordered ? order[r] : 0);"),
     ),
     *_faults(
         "pass2", replace(MEAN, tau=BY_HEAD),

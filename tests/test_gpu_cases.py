@@ -63,9 +63,11 @@ def test_means_of_queries_have_their_place(rank, block_m):
     case = Case(block_m=block_m, options={"rank": rank})
     plan, steps = launched(case, "portable")
     problem, config = case.problem(), case.config()
-    place = workspace(plan, problem, config).places["means"]
+    places = workspace(plan, problem, config).places
+    place = places["means"]
     ranked = [step for step in steps if step.stage == "rank_queries" and "means" in step.params.dtype.names]
-    assert ranked
+    assert bool(ranked) == (block_m < config.segment or rank != "query")
+    assert ("q_order" in places) == (block_m < config.segment)
     for step in ranked:
         pooled_queries, run = int(step.params["pooled_queries"]), int(step.params["run"])
         assert place.shape[:3] == (problem.batch * problem.heads, plan.geometry.segments, pooled_queries)

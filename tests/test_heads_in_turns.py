@@ -120,7 +120,7 @@ def test_moments_of_some_heads_at_a_time(monkeypatch, at_once, turns, paging):
     starts = [sum(turns[:i]) for i in range(len(turns))]
     of_sequence, of_head = (2 * x for x in operands["k"].strides[:2])
     for first, count, part, total in zip(starts, turns, parts, sums, strict=True):
-        assert part.blocks == count * plan.method.tail.parts and total.blocks == count * 64 // 8
+        assert part.blocks == count * plan.method.tail.parts and total.blocks == count * 64 // tail.MOMENT_ROWS
         sequence, head = divmod(first, 3)
         for name in "kv":
             assert offsets_of(part, name) == [(0 if paging else sequence * of_sequence) + head * of_head]

@@ -85,7 +85,7 @@ def grids(problem: Problem, config: S2OConfig, plan: LaunchPlan) -> dict[str, in
     assert isinstance(method, S2O)
     if geometry.block_count(config.block_m) > 1:
         sizes |= {"guides": problem.batch * problem.kv_heads * 2, "rank_queries": plan.whole.rows}
-    else:
+    elif config.pools_queries:
         sizes["pool_queries"] = plan.whole.rows
     if config.rank == "weight" and plan.chunks and geometry.units:
         blocks = -(-geometry.units * geometry.unit // UNIT_KEYS_OF_BLOCK)

@@ -11,7 +11,7 @@ struct AttentionParams {
   Tensor<uint16> out;      // [batch, heads, seqlen_q, head_dim]; between the passes, pass 1's own output
   float2* state;           // [batch * heads, seqlen_q] (m in log2 units, l)
   float* lse;              // [batch * heads, seqlen_q], or null
-  const int* q_order;      // [batch * heads, segments, segment]
+  const int* q_order;      // [batch * heads, segments, segment]; null where a segment is one q tile
   const int* k_order;      // rows of the chunk (Chunk::place): units of keys, most important first
   int* visited;            // [batch * heads, segments, tiles]
   int* next_q_tile;        // the launch's next q tile, 0 at its start; null: blocks are dealt theirs (Hopper)

@@ -105,21 +105,28 @@ struct VisitingRows : QueryTile {
   __device__ __forceinline__ int& visited(const AttentionParams& p) const { return p.visited[visited_index(p)]; }
 };
 
-// Pass 2: row r is query begin + order[r].
+// Pass 2: row r is query begin + order[r]. Where a segment is one q tile there is no order, and queries stand as they lie.
 template <int kBlockM>
 struct OrderedRows : VisitingRows {
   const int* order;
   int begin, count;
+  bool ordered;
   __device__ __forceinline__ OrderedRows(const AttentionParams& p, uint32 q_tile)
       : VisitingRows(query_tile<true>(p.chunk, p.tiles, q_tile)),
         order(p.q_order + order_row(p) * p.geometry.segment + tile * kBlockM),
         begin(p.geometry.query_begin(segment)),
-        count(min(kBlockM, p.geometry.query_count(segment) - tile * kBlockM)) {}
+        count(min(kBlockM, p.geometry.query_count(segment) - tile * kBlockM)),
+        ordered(p.q_order != nullptr) {}
   // The query of a row is `begin` more than this; `order`: the tile's.
-  static __device__ __forceinline__ int query(const Geometry&, const int* order, int r) { return order[r]; }
-  __device__ __forceinline__ int operator()(int r) const { return r < count ? begin + order[r] : -1; }
+  static __device__ __forceinline__ int query(const AttentionParams& p, const int* order, int r) {
+    return p.q_order ? order[r] : r;
+  }
+  __device__ __forceinline__ int operator()(int r) const { return r < count ? begin + (ordered ? order[r] : r) : -1; }
   __device__ __forceinline__ bool has(int r) const { return r < count; }
-  __device__ __forceinline__ int nearest(int r) const { return begin + order[min(r, count - 1)]; }
+  __device__ __forceinline__ int nearest(int r) const {
+    r = min(r, count - 1);
+    return begin + (ordered ? order[r] : r);
+  }
   __device__ __forceinline__ int first_query() const { return begin; }
 
   // Every row sees every candidate.

@@ -35,6 +35,15 @@ __device__ __forceinline__ int load_key_block(const Params& p, int kv_head, int 
   }
   __syncthreads();
   const int lane = threadIdx.x % Traits::kLanes, slot = threadIdx.x / Traits::kLanes;
+  if (p.aligned && g.head_dim % 8 == 0) {  // all on their way at once
+#pragma unroll 4
+    for (int r = slot; r < count; r += Traits::kRows)
+      cp_async_16_or_zeros(shared_address(shared.rows + r * Traits::kHeadDim + lane * 8),
+                           k + shared.offsets[r] + lane * 8, lane * 8 < g.head_dim);
+    cp_async_wait_all();
+    __syncthreads();
+    return count;
+  }
 #pragma unroll 4
   for (int r = slot; r < count; r += Traits::kRows) {
     const uint16* row = k + shared.offsets[r];

@@ -1,8 +1,5 @@
-// Pooled queries of segments that are one q tile, and so need no order of their queries (rank_queries.cu finds both).
-//
-//   means of runs of consecutive queries of a segment -> means [batch * heads, segments, pooled queries, kHeadDim],
-//                                                        rounded to the input's dtype
-//   0, 1, 2, ...                                      -> q_order [batch * heads, segments, segment]
+// Pooled queries of segments that are one q tile, and so need no order of their queries (rank_queries.cu finds both): means
+// of runs of consecutive queries of a segment, rounded to the input's dtype.
 #include "common/row_sums.cuh"
 
 namespace s2o {
@@ -10,7 +7,6 @@ namespace s2o {
 struct PoolQueriesParams {
   Tensor<const uint16> q;  // [batch, heads, seqlen_q, head_dim]
   uint16* means;           // [batch * heads, segments, pooled queries, kHeadDim]
-  int* q_order;            // [batch * heads, segments, segment]
   Geometry geometry;
   int heads;
   int pooled_queries, run;
@@ -68,8 +64,6 @@ __device__ __forceinline__ void pool_queries(const PoolQueriesParams& p, typenam
     for (int i = 0; i < 4; ++i) packed[i] = Element::pack(total[2 * i] * factor, total[2 * i + 1] * factor);
     if (slot == 0) store_global_16(mean + lane * 8, packed[0], packed[1], packed[2], packed[3]);
   }
-  int* order = p.q_order + static_cast<int64>(blockIdx.x) * g.segment;
-  for (int i = threadIdx.x; i < count; i += kRankThreads) order[i] = i;
 }
 
 }  // namespace s2o

@@ -122,8 +122,11 @@ struct QueryNorms {
   __device__ __forceinline__ void locate() {
     uint32 block = blockIdx.x;
     asm volatile("" : "+r"(block));
-    const uint32 of_head = p.head_tiles, tile = block % of_head;
+    const uint32 of_head = p.head_tiles;
     head = block / of_head;
+    uint32 tile = block % of_head;
+    // Of the last head the last segments come first: they have the most rows, and would be alone at the end.
+    if (block + of_head >= gridDim.x) tile = of_head - 1 - tile;
     kv_head = head / p.shared_heads;
     segment = tile / p.tiles;
     const int before = tile % p.tiles * Traits::kQueries;  // of the segment's

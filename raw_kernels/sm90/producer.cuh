@@ -43,7 +43,7 @@ __device__ __forceinline__ void look_up_next(const Params& params, Shared& share
     const int thread = threadIdx.x % kWarpgroup;
     const bool present = Rows::of_head(row) < shared.next.rows;
     shared.next.row[thread] =
-        present ? shared.next.begin + Rows::query(params.geometry, shared.next.q_order, row) : -1;
+        present ? shared.next.begin + Rows::query(params, shared.next.q_order, row) : -1;
     shared.next.unit[thread] = key_row < shared.next.keys ? Rows::unit(params, shared.next.k_order, key_row) : -1;
   }
   named_sync(kNext, kWarpgroup);  // everybody has read what the next take_next writes: a q tile may be that short

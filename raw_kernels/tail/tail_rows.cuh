@@ -17,7 +17,7 @@ struct AddTailParams {
   Tensor<const uint16> v;    // like k
   Tensor<uint16> out;        // like q
   float* lse;                // [batch * heads, seqlen_q]
-  const int* q_order;        // [batch * heads, segments, segment]
+  const int* q_order;        // [batch * heads, segments, segment]; null where a segment is one q tile
   const int* k_order;        // rows of the chunk (Chunk::place): units of keys
   const int* visited;        // [batch * heads, segments, tiles]
   const float* mean_values;  // [batch * kv_heads, groups, kHeadDim]
@@ -89,7 +89,7 @@ struct TailRows {
     const int64 moments = moments_of(p, tile);
     TailWork& work = at.work;
     if (lane != 0) return;
-    work.q_order = p.q_order + order_row * g.segment + tile.tile * p.block_m;
+    work.q_order = p.q_order ? p.q_order + order_row * g.segment + tile.tile * p.block_m : nullptr;
     work.k_order = p.k_order + p.chunk.place(tile.head, tile.segment);
     work.q = p.q.at(batch, head);
     work.k = head_rows<Traits::kPaged>(p.k, batch, kv_head);
@@ -112,7 +112,7 @@ struct TailRows {
     const int i = threadIdx.x;
     if (i < kTailQueries) {
       const bool present = i < work.count;
-      const int position = present ? work.begin + work.q_order[i] : 0;
+      const int position = present ? work.begin + (work.q_order ? work.q_order[i] : i) : 0;
       at.queries[i] = present ? work.q + position * p.q.row : nullptr;
       at.outputs[i] = work.out + position * p.out.row;
       at.lse[i] = work.lse + position;

@@ -1,6 +1,6 @@
 """What a plan knows of a way to choose keys: which arrays it needs, and what it launches before pass 2.
 
-The ways themselves are in s2o_cupy/selection. Pass 2 reads what they leave in the workspace: `q_order` and `k_order`,
+The ways themselves are in s2o_cupy/selection. Pass 2 reads what they leave in the workspace: `q_order` and `k_order`
 (attention_params.cuh). Pure: no array, no GPU, no CuPy.
 """
 

@@ -17,7 +17,7 @@ from .turns import bytes_before, heads_in_turns
 
 __all__ = ["Tail", "catalogue"]
 
-MOMENT_ROWS = 8  # of covariances, that a block of key_moments finds (KeyMomentTraits::kRows)
+MOMENT_ROWS = 2  # of covariances, that a block of key_moments finds (KeyMomentTraits::kRows)
 PARTS_BYTES = 64 << 20  # sums of parts take up to so many at a time
 MOMENT_STEP = 64  # keys of a step of part_moments (kMomentStep)
 TAIL_QUERIES = 128  # of a block of add_tail (kTailQueries)
@@ -26,7 +26,7 @@ PART_MOMENTS = Family(
     "MomentTraits<{element}, {head_dim}, {paged}>", knows_segments=False,
 )  # fmt: skip
 KEY_MOMENTS = Family(
-    "key_moments", "tail/key_moments.cu", "KeyMomentsParams", 256, 2, "KeyMomentTraits<{head_dim}>",
+    "key_moments", "tail/key_moments.cu", "KeyMomentsParams", 32 * MOMENT_ROWS, 8, "KeyMomentTraits<{head_dim}>",
     knows_segments=False,
 )  # fmt: skip
 ADD_TAIL = Family(

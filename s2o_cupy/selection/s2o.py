@@ -1,9 +1,9 @@
 """S2O's ordering: queries by a guide, keys by the scores of an order (orders/).
 
 reference/ordering.py and reference/key_order.py are the definition. Once: guides and rank_queries order each segment's
-queries and pool them, or pool_queries only pools them. In each round the order scores the candidates of its rows, and
-key_strata, key_middle and key_order_head put them in order. The last queries need no order where they attend to all
-keys (plan/last_queries.py).
+queries and pool them; of a segment that is one q tile pool_queries only pools them, if they are pooled. In each round
+the order scores the candidates of its rows, and key_strata, key_middle and key_order_head put them in order. The last
+queries need no order where they attend to all keys (plan/last_queries.py).
 Pure: no array, no GPU, no CuPy.
 """
 
@@ -157,11 +157,12 @@ class S2O:
             ("middle", (self.middle_rows, MIDDLE), "int32"),
             ("middle_scores", (self.middle_rows, MIDDLE), "float16"),
         ]
+        q_order: list[Array] = [("q_order", (s.heads, segments, geometry.segment), "int32")]
         least_keys: list[Array] = [("least_keys", (s.heads, segments), "int32")]
         found: list[Array | InTurns] = [
             ("guide", (s.kv_heads if self.orders_queries else 0, 2, width), "float32"),
             ("means", (s.heads, segments, self._pooled_queries, width), "uint16"),
-            ("q_order", (s.heads, segments, geometry.segment), "int32"),
+            *(q_order if self.orders_queries else []),
             *(least_keys if s.config.has_least_keys else []),
             InTurns(
                 self.last.arrays() if self.last else [],
@@ -202,7 +203,7 @@ class S2O:
                 build.launch("guides", self.guides, s.kv_heads * 2, values),
                 build.launch("rank_queries", self.rank_queries, rows, values),
             ]
-        else:
+        elif s.config.pools_queries:
             names = ("q", "geometry", "heads", "pooled_queries", "run", "sign")
             of_runs = {name: values[name] for name in names}
             found.append(build.launch("rank_queries", self.pool_queries, rows, of_runs))
@@ -248,7 +249,7 @@ class S2O:
     @property
     def _pooled_queries(self) -> int:
         """Means of queries that rank_queries or pool_queries leaves of a segment. Nobody reads those of an order that
-        pools none: pool_queries then makes none, and rank_queries one, as it scores queries run by run."""
+        pools none: rank_queries then makes one, as it scores queries run by run."""
         config = self.setting.config
         return config.pooled_queries if config.pools_queries else int(self.orders_queries)
 

@@ -93,13 +93,14 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig, cache: 
                 stages.m1, stages.l1 = state[..., 0] * np.float32(LN2), state[..., 1]
         elif config.rank == "query" and stage in ("unit_keys", "unit_rows", "query_norms"):
             stages.query = by_query.capture(stages.query, stage, host, arrays, q.dtype, problem, config)
-        elif stage == "rank_queries" and not config.pools_queries:
-            stages.q_order = host("q_order").reshape(stages.q_order.shape)
         elif stage == "rank_queries":
+            if "q_order" in arrays:  # else a segment is one q tile
+                stages.q_order = host("q_order").reshape(stages.q_order.shape)
+            if not config.pools_queries:
+                return
             with np.errstate(invalid="ignore"):  # memory of empty runs holds anything
                 means = host("means").view(q.dtype).astype(np.float32)
             stages.pooled = means.reshape(batch, heads, segments, pooled_queries, -1)[..., :head_dim]
-            stages.q_order = host("q_order").reshape(stages.q_order.shape)
         elif stage == "unit_keys":
             of_units = host("unit_keys").view(q.dtype).astype(np.float32)
             stages.unit_keys = of_units.reshape(batch, kv_heads, geometry.units, 2, -1)[..., :head_dim]
