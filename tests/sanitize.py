@@ -126,8 +126,9 @@ def checks_of_lists(path: str) -> Iterator[Check]:
         name = f"lists of units of {unit}, pages of {page_size}, {case}"
         yield path, name, partial(wrong_by_random_lists, case, path, unit, page_size)
         yield path, f"values left out, {name}", partial(wrong_by_random_lists, case, path, unit, page_size, -1.0)
-    case = Case(seqlen_q=400, segment=128, head_dim=128, options={"tail": "none"})  # which lists have none of
-    yield path, f"S2O by lists of its own, {case}", partial(unlike_s2o, case, path)
+    for segment in (128, 256):  # without an order of queries, and with one
+        case = Case(seqlen_q=400, segment=segment, head_dim=128, options={"tail": "none"})  # which lists have none of
+        yield path, f"S2O by lists of its own, {case}", partial(unlike_s2o, case, path)
 
 
 def wrong_selection(config: Any, head_dim: int) -> list[str]:

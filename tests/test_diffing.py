@@ -46,7 +46,10 @@ def is_of(stage: str, rank: str) -> bool:
 def test_right_stages_agree(config: S2OConfig, dtype, is_causal: bool) -> None:
     stages, problem = make(config, dtype, is_causal=is_causal)
     report = compare(stages, *problem)
-    assert [row.stage for row in report.rows] == [s for s in STAGES if is_of(s, config.rank)]
+    found = [s for s in STAGES if is_of(s, config.rank)]
+    if config.segment == config.block_m:  # without an order of queries
+        found.remove("query order")
+    assert [row.stage for row in report.rows] == found
     assert report.ok, report.table()
     assert 0 < report.density <= 1
     assert (report.path, report.to_dict()["path_reason"]) == ("portable", None)

@@ -216,6 +216,7 @@ def test_what_is_remembered_is_bounded(torch, monkeypatch):
         ({"window": 64, "path": "portable"}, None),
         ({"path": "portable", "tail": "first_order"}, "pass1"),
         ({"rank": "weight"}, "pass1"),
+        ({"rank": "query", "tail": "none"}, "pass1"),
         ({"dense_up_to": 9000}, None),
     ],
 )
@@ -250,7 +251,8 @@ def test_pass_1_does_not_wait_for_keys(monkeypatch, options, waits_after):
     assert notes.count("wait") == 1
     if waits_after:
         assert notes[:at] == ["clear", waits_after]
-        assert notes[at + 1] == ("part_moments" if "tail" in options else "pool_queries")
+        first = "unit_clusters" if options.get("rank") == "query" else "pool_queries"
+        assert notes[at + 1] == ("part_moments" if options.get("tail") == "first_order" else first)
         assert replays == [1]  # the call that has nothing to wait for
     else:
         assert "pass1" not in notes[:at]

@@ -23,6 +23,7 @@ from query_faults import (
     QUERY_AROUND,
     QUERY_FAULTS,
 )
+from row_faults import row_faults
 from tail_faults import TAIL, TAIL_FAULTS
 
 from s2o_cupy.caches import clear_cache
@@ -151,8 +152,8 @@ FAULTS = [
     ),
     *_faults(
         "unit_keys", replace(UNITS, head_dim=33),
-        ("a row's last element is left out", "unit means", "load_unaligned(row, lane * 8, g.head_dim)",
-         "load_unaligned(row, lane * 8, g.head_dim - 1)"),
+        ("a row's last element is left out", "unit means", "shared.offsets[r], lane * 8, g.head_dim)",
+         "shared.offsets[r], lane * 8, g.head_dim - 1)"),
     ),
     *_faults(
         "unit_weights", UNITS,
@@ -343,9 +344,6 @@ FAULTS = [
         ("lse is in units of log2", "lse", " * 0.69314718055994531f", ""),
         ("lse lacks the maximum", "lse", "(m[i][h] + __log2f(l[i][h]))", "(__log2f(l[i][h]))"),
     ),
-    *_faults("pass2", ONE_TILE,  # without an order
-        ("all rows are one query", "stop", "begin + (ordered ? order[r] : r);", "begin + (ordered ? order[r] : 0);"),
-    ),
     *_faults(
         "pass2", replace(MEAN, tau=BY_HEAD),
         ("every head has the first one's tau", "stop", "taus[head] : tau", "taus[0] : tau"),
@@ -438,7 +436,7 @@ FAULTS = [
         ("a score above the ceiling is overlooked", "output", "above |= top != highest;", "above |= false;"),
     ),
 ]  # fmt: skip
-for rows_of in (QUERY_FAULTS, TAIL_FAULTS, LEAST_FAULTS):
+for rows_of in (QUERY_FAULTS, TAIL_FAULTS, LEAST_FAULTS, row_faults(ONE_TILE, BOXES, TAIL)):
     FAULTS += [fault for function, case, rows in rows_of for fault in _faults(function, case, *rows)]
 
 

@@ -79,9 +79,7 @@ struct ListedRows : VisitingRows {
     }
     return order ? order[r] : r;
   }
-  static __device__ __forceinline__ int query(const ListedAttentionParams& p, const int* order, int r) {
-    return query(p.geometry, order, r);
-  }
+  __device__ __forceinline__ const int* tile_order() const { return order; }
   __device__ __forceinline__ int operator()(int r) const {
     return of_head(r) < count ? begin + query(geometry, order, r) : -1;
   }

@@ -118,9 +118,8 @@ struct OrderedRows : VisitingRows {
         count(min(kBlockM, p.geometry.query_count(segment) - tile * kBlockM)),
         ordered(p.q_order != nullptr) {}
   // The query of a row is `begin` more than this; `order`: the tile's.
-  static __device__ __forceinline__ int query(const AttentionParams& p, const int* order, int r) {
-    return p.q_order ? order[r] : r;
-  }
+  static __device__ __forceinline__ int query(const Geometry&, const int* order, int r) { return order ? order[r] : r; }
+  __device__ __forceinline__ const int* tile_order() const { return ordered ? order : nullptr; }
   __device__ __forceinline__ int operator()(int r) const { return r < count ? begin + (ordered ? order[r] : r) : -1; }
   __device__ __forceinline__ bool has(int r) const { return r < count; }
   __device__ __forceinline__ int nearest(int r) const {

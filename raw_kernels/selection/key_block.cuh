@@ -35,7 +35,7 @@ __device__ __forceinline__ int load_key_block(const Params& p, int kv_head, int 
   }
   __syncthreads();
   const int lane = threadIdx.x % Traits::kLanes, slot = threadIdx.x / Traits::kLanes;
-  if (p.aligned && g.head_dim % 8 == 0) {  // all on their way at once
+  if (p.aligned) {  // all on their way at once
 #pragma unroll 4
     for (int r = slot; r < count; r += Traits::kRows)
       cp_async_16_or_zeros(shared_address(shared.rows + r * Traits::kHeadDim + lane * 8),
@@ -46,13 +46,7 @@ __device__ __forceinline__ int load_key_block(const Params& p, int kv_head, int 
   }
 #pragma unroll 4
   for (int r = slot; r < count; r += Traits::kRows) {
-    const uint16* row = k + shared.offsets[r];
-    uint4 x = make_uint4(0, 0, 0, 0);
-    if (p.aligned && lane * 8 + 8 <= g.head_dim) {
-      x = *reinterpret_cast<const uint4*>(row + lane * 8);
-    } else {
-      x = load_unaligned(row, lane * 8, g.head_dim);
-    }
+    const uint4 x = load_unaligned(k + shared.offsets[r], lane * 8, g.head_dim);
     *reinterpret_cast<uint4*>(shared.rows + r * Traits::kHeadDim + lane * 8) = x;
   }
   __syncthreads();

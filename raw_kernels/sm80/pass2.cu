@@ -3,7 +3,7 @@
 // consecutive entries of q_order; rows of q, k and v are gathered through q_order and k_order as they are loaded,
 // and outputs scattered; nothing is permuted in memory. What keys that are left weigh, if anything, adds add_tail.cu.
 //
-//   q_order [batch * heads, segments, segment]: offsets in the segment
+//   q_order [batch * heads, segments, segment]: offsets in the segment; null where that is one q tile
 //   k_order, rows of the chunk: units of keys of a (head, segment) pair
 //   -> out and lse of every row that has candidates; visited [batch * heads, segments, tiles]
 //

@@ -2,7 +2,7 @@
 // until a stop check finds less than tau of the softmax mass added in every row, and to the next one (the paper's
 // Algorithm 3). Rows of q, k and v are gathered through q_order and k_order; nothing is permuted in memory.
 //
-//   q_order [batch * heads, segments, segment]: offsets in the segment
+//   q_order [batch * heads, segments, segment]: offsets in the segment; null where that is one q tile
 //   k_order, rows of the chunk: units of keys of a (head, segment) pair
 //   -> out and lse of every row that has candidates; visited [batch * heads, segments, tiles]
 //

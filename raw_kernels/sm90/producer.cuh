@@ -15,7 +15,7 @@ __device__ __forceinline__ void take_next(const Params& params, Shared& shared) 
   shared.next.q_tile = q_tile;
   if (q_tile < 0) return;
   const Rows rows(params, q_tile);
-  shared.next.q_order = rows.order;
+  shared.next.q_order = rows.tile_order();
   shared.next.k_order = rows.key_order(params);
   shared.next.begin = rows.begin;
   shared.next.keys = rows.keys(params.geometry);
@@ -43,7 +43,7 @@ __device__ __forceinline__ void look_up_next(const Params& params, Shared& share
     const int thread = threadIdx.x % kWarpgroup;
     const bool present = Rows::of_head(row) < shared.next.rows;
     shared.next.row[thread] =
-        present ? shared.next.begin + Rows::query(params, shared.next.q_order, row) : -1;
+        present ? shared.next.begin + Rows::query(params.geometry, shared.next.q_order, row) : -1;
     shared.next.unit[thread] = key_row < shared.next.keys ? Rows::unit(params, shared.next.k_order, key_row) : -1;
   }
   named_sync(kNext, kWarpgroup);  // everybody has read what the next take_next writes: a q tile may be that short

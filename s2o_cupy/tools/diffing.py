@@ -165,7 +165,8 @@ def compare(
     step()
 
     # Query order: descending in exact scores, up to the rounding of two neighbouring scores and the bits that are cut.
-    if ordered:
+    # Where a segment is one q tile there is none.
+    if ordered and geometry.block_count(config.block_m) > 1:
         rows.integers("query order", *query_order_parts(stages.q_order, q, k, geometry, config.block_m))
     step()
 
