@@ -10,7 +10,7 @@ from query_faults import Rows
 
 def row_faults(one_tile: Case, boxes: Case, tail: Case) -> list[tuple[str | tuple[str, ...], Case, Rows]]:
     """``one_tile``, ``boxes``: of segments of one q tile, the second for the copy engine. ``tail``: of longer ones."""
-    boxes_of_many = replace(boxes, heads=16)  # more q tiles than blocks: what a block has next is looked up
+    boxes_of_many = replace(boxes, heads=16, tau=0.0)  # more q tiles than blocks: what a block has next is looked up
     return [
         (
             "pass2", one_tile,
@@ -22,7 +22,7 @@ def row_faults(one_tile: Case, boxes: Case, tail: Case) -> list[tuple[str | tupl
         (
             ("pass2_boxes_sm90", "pass2_boxes_tail_sm90"), boxes_of_many,
             (
-                ("all rows of the next q tile are one query", "stop",
+                ("all rows of the next q tile are one query", "output",
                  "const Geometry&, const int* order, int r) { return order ? order[r] : r; }",
                  "const Geometry&, const int* order, int r) { return order ? order[r] : 0; }"),
             ),
