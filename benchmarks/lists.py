@@ -65,7 +65,7 @@ class S2OStages(RandomOrders):
         super().__call__(stage, arrays)
         if stage == "pass1":
             self.kept |= {"out": self.out.copy(), "state": arrays["state"].copy()}
-        elif stage == "rank_queries" and "q_order" in arrays:  # else a segment is one q tile
+        elif stage == "rank_queries":
             self.kept["q_order"] = arrays["q_order"].copy()
         elif stage == "rank_keys":
             self.chunks.append(arrays["chunk"])
@@ -76,9 +76,7 @@ class S2OStages(RandomOrders):
         segment, length = self.geometry.segment, self.geometry.seqlen_q
         begins, keys = order_lists(self.chunks, self.geometry, heads)
         first = cupy.arange(0, self.geometry.segments * segment, segment, dtype=np.int32)[:, None]
-        as_they_lie = cupy.broadcast_to(cupy.arange(segment, dtype=np.int32), (heads, self.geometry.segments, segment))
-        q_order = self.kept.get("q_order", as_they_lie)
-        q_order = (q_order.reshape(heads, -1, segment) + first).reshape(heads, -1)[:, :length]
+        q_order = (self.kept["q_order"].reshape(heads, -1, segment) + first).reshape(heads, -1)[:, :length]
         shape = ScheduleShape(heads, unit=self.geometry.unit, segment=segment, resumed=True)
         on_gpu = (cupy.asarray(begins), cupy.asarray(keys), cupy.ascontiguousarray(q_order))
         return Lists(shape, cupy.concatenate(self.orders), *on_gpu)

@@ -22,7 +22,7 @@ struct KeyMomentsParams {
 
 template <int kHeadDim_>
 struct KeyMomentTraits {
-  static constexpr int kHeadDim = kHeadDim_, kRows = 2;  // of a block, a warp each: with few heads blocks are few
+  static constexpr int kHeadDim = kHeadDim_, kRows = 2;  // of a block, a warp each: so few that two heads fill a GPU
   static constexpr int kColumns = kHeadDim / 32;         // of a thread
   static constexpr int kAhead = kColumns > 4 ? 4 : 8;    // parts whose sums are on their way at once
 };

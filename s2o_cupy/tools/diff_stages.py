@@ -96,11 +96,10 @@ def capture(q: Any, k: Any, v: Any, problem: Problem, config: S2OConfig, cache: 
         elif stage == "rank_queries":
             if "q_order" in arrays:  # else a segment is one q tile
                 stages.q_order = host("q_order").reshape(stages.q_order.shape)
-            if not config.pools_queries:
-                return
-            with np.errstate(invalid="ignore"):  # memory of empty runs holds anything
-                means = host("means").view(q.dtype).astype(np.float32)
-            stages.pooled = means.reshape(batch, heads, segments, pooled_queries, -1)[..., :head_dim]
+            if config.pools_queries:
+                with np.errstate(invalid="ignore"):  # memory of empty runs holds anything
+                    means = host("means").view(q.dtype).astype(np.float32)
+                stages.pooled = means.reshape(batch, heads, segments, pooled_queries, -1)[..., :head_dim]
         elif stage == "unit_keys":
             of_units = host("unit_keys").view(q.dtype).astype(np.float32)
             stages.unit_keys = of_units.reshape(batch, kv_heads, geometry.units, 2, -1)[..., :head_dim]
