@@ -11,7 +11,7 @@ import functools
 
 import numpy as np
 
-from ..spec import KEY_BUCKETS, KEY_LEVELS, LAYER_MIX, LOG2E, MIDDLE, MIDDLE_FROM, ORDER_HEAD, STRATUM
+from ..spec import KEY_BUCKETS, KEY_LEVELS, LAYER_MIX, LOG2E, MIDDLE, MIDDLE_FROM, ORDER_HEAD, ORDER_WHOLE, STRATUM
 from .dense import Array, quiet
 
 __all__ = ["log_weights", "order_keys", "score_buckets", "strata", "stratified_order"]
@@ -102,7 +102,7 @@ def stratified_order(scores: Array) -> Array:
 def order_keys(scores: Array) -> Array:
     """Descending order of scores [..., C] (Algorithm 1, line 19), near a full sort where pass 2 begins.
 
-    Up to ORDER_HEAD candidates are ordered by :func:`score_buckets`, ascending positions inside a bucket. More come in
+    Up to ORDER_WHOLE candidates are ordered by :func:`score_buckets`, ascending positions inside a bucket. More come in
     :func:`stratified_order`; of more than MIDDLE_FROM the first MIDDLE of this are put in such an order again. Of what
     results the first ORDER_HEAD are ordered by buckets of their own, stably. Of the same scores any IEEE machine finds
     the same order, bit for bit.
@@ -111,7 +111,7 @@ def order_keys(scores: Array) -> Array:
     """
     scores = np.asarray(scores).astype(np.float16)
     count = scores.shape[-1]
-    if count <= ORDER_HEAD:
+    if count <= ORDER_WHOLE:
         return _bucket_order(scores)
     order = stratified_order(scores)
     for first, sort in ((MIDDLE, stratified_order), (ORDER_HEAD, _bucket_order)):

@@ -24,6 +24,7 @@ from ..spec import (
     MAX_SEGMENT,
     MOST_EXCESS,
     ORDER_HEAD,
+    ORDER_WHOLE,
     OUTLIER_SHIFT,
     SAMPLED_KEYS,
     SAMPLED_OF_BLOCK,
@@ -389,8 +390,8 @@ def ordered_units(scores: Array, n: int, geometry: Geometry, config: S2OConfig) 
 
 def least_keys(scores: Array, geometry: Geometry, config: S2OConfig) -> Array:
     """Keys that q tiles of a segment visit before they may stop: of the units whose float16 scores [B, H, W] are at
-    least the log2 of LEAST_PART of their head's tau, or not a number, among the first ORDER_HEAD of the order. Nothing
-    of it falls with the number of keys. Without ``config.has_least_keys`` none.
+    least the log2 of LEAST_PART of their head's tau, or not a number; of more than ORDER_WHOLE among the first
+    ORDER_HEAD of the order. Nothing of it falls with the number of keys. Without ``config.has_least_keys`` none.
 
     Source: not in the paper.
 
@@ -399,7 +400,7 @@ def least_keys(scores: Array, geometry: Geometry, config: S2OConfig) -> Array:
     if not config.has_least_keys:
         return np.zeros(scores.shape[:2], np.int32)
     scores = np.asarray(scores).astype(np.float16)
-    if scores.shape[-1] > ORDER_HEAD:
+    if scores.shape[-1] > ORDER_WHOLE:
         scores = np.take_along_axis(scores, order_keys(scores)[..., :ORDER_HEAD], axis=-1)
     with np.errstate(over="ignore", divide="ignore"):
         taus = np.array(config.taus(scores.shape[1], candidates=0)).astype(np.float32)

@@ -307,6 +307,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     *({"seqlen_q": 300, "seqlen_k": 400 + more, "is_causal": False} for more in (0, 1, 15, 16, 17)),
     {"seqlen_q": 300, "seqlen_k": 7, "is_causal": False},  # no whole unit
     {"seqlen_q": 100, "seqlen_k": 8292 * 16 + 5, "is_causal": False, "head_dim": 8, "heads": 1},
+    {"options": {"unit": 8}, "seqlen_q": 100, "seqlen_k": 131_877, "is_causal": False, "head_dim": 8, "heads": 1},
     {"options": {"unit": 4}, "seqlen_q": 300, "seqlen_k": 40_003, "is_causal": False, "head_dim": 16, "heads": 1},
     {"segment": 64, "seqlen_q": 1500, "seqlen_k": 2400, "heads": 4},
     {"segment": 1024, "seqlen_q": 3000, "head_dim": 128, "tau": 0.01},  # full runs
@@ -335,18 +336,23 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     # About as many candidates as each sort of the head of an order holds, and more.
     *(
         {"seqlen_q": 100, "seqlen_k": 100 + most + more, "heads": 1, **_KEYS}
-        for most in (2048, 4096, 6144)
+        for most in (1024, 2048, 3072, 4096, 6144, 12_288)
         for more in (-1, 0, 1)
     ),
-    *({"seqlen_q": 100, "seqlen_k": 8292 + more, "heads": 1, **_KEYS} for more in (-1, 0, 1, 7, 2000)),
-    {"seqlen_q": 1300, "seqlen_k": 9600, "segment": 512, "heads": 1, "is_causal": False, **_KEYS},
+    *({"seqlen_q": 100, "seqlen_k": 100 + most + more, "heads": 1, **_KEYS}
+      for most in (8192, 16_384) for more in (-1, 0, 1, 7, 2000)),
+    {"seqlen_q": 1300, "seqlen_k": 4500, "segment": 300, "heads": 1, **_KEYS},
+    {"seqlen_q": 1300, "seqlen_k": 8600, "segment": 300, "heads": 1, **_KEYS},
+    *({"seqlen_q": 1300, "seqlen_k": keys, "segment": 512, "heads": 1, "is_causal": False, **_KEYS}
+      for keys in (4000, 9600, 17_600)),
     {"seqlen_q": 1300, "seqlen_k": 9603, "segment": 500, "heads": 1, "is_causal": False, "head_dim": 128, **_KEYS},
+    {"seqlen_q": 1300, "seqlen_k": 17_603, "segment": 500, "heads": 1, "is_causal": False, "head_dim": 16, **_KEYS},
     {"seqlen_q": 1000, "seqlen_k": 17_000, "segment": 300, "heads": 1, "options": {"window": 77, "unit": 1}},
     {"seqlen_q": 200, "seqlen_k": 40_003, "heads": 1, "is_causal": False, "head_dim": 8, **_KEYS},
-    {"seqlen_q": 100, "seqlen_k": 9100, "heads": 1, "scale": 0.0, **_KEYS},
+    *({"seqlen_q": 100, "seqlen_k": keys, "heads": 1, "scale": 0.0, **_KEYS} for keys in (9100, 17_100)),
     *({"seqlen_q": 20, "seqlen_k": (1 << 18) + more, "heads": 1, "head_dim": 8, **_KEYS} for more in (20, 21, 40_001)),
-    *({"seqlen_q": 100, "seqlen_k": 9000, "heads": 1, "poison": ("k", row, value), **_KEYS}
-      for row in (17, 8000) for value in (NAN, INF, -INF)),
+    *({"seqlen_q": 100, "seqlen_k": keys, "heads": 1, "poison": ("k", row, value), **_KEYS}
+      for keys in (9000, 17_000) for row in (17, keys - 1000) for value in (NAN, INF, -INF)),
     # Places in memory.
     *(
         {"arrange": arrange, "head_dim": 80, "batch": 2}
@@ -398,7 +404,7 @@ SANITIZED = (
     Case(seqlen_q=270, head_dim=136, block_m=64, poison=("v", 260, NAN)),
     Case(seqlen_q=70, segment=20, options={"rank": "max", "pooled_queries": 64}),
     Case(seqlen_q=40, seqlen_k=140_000, head_dim=8, **_ROUNDS),
-    Case(seqlen_q=60, seqlen_k=9603, head_dim=16, is_causal=False, **_KEYS),
+    *(Case(seqlen_q=60, seqlen_k=keys, head_dim=16, is_causal=False, **_KEYS) for keys in (5003, 9603, 17_003)),
     Case(seqlen_q=60, seqlen_k=333, is_causal=False, options={"unit": 32}),
     Case(seqlen_q=270, head_dim=72, options={"tail": "first_order"}),
     *(Case(seqlen_q=140, seqlen_k=8700, head_dim=128, segment=128, tau=1000.0, squares=True, scale=0.053,

@@ -111,7 +111,7 @@ LEAST_FAULTS: list[tuple[str | tuple[str, ...], Case, Rows]] = [
         ),
     ),
     (
-        "key_order_head", LEAST_BY_HEAD,
+        "key_order_short", LEAST_BY_HEAD,
         (
             ("units count, not keys", "least keys", "min(heavy, row.count) << p.geometry.unit_shift", "heavy"),
             ("one warp's alone count", "least keys", "heavy += shared.heavy[w];", "heavy = shared.heavy[w];"),

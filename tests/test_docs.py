@@ -217,7 +217,7 @@ def test_numbers_of_the_definition():
     page, limits, readme = (
         " ".join(text_of(ROOT / name).split()) for name in ("docs/algorithm.md", "docs/limits.md", "README.md")
     )
-    assert f"Up to {spec.ORDER_HEAD:,} units are ordered by {spec.KEY_BUCKETS:,} buckets" in page
+    assert f"Up to {spec.ORDER_WHOLE:,} units are ordered by {spec.KEY_BUCKETS:,} buckets" in page
     assert f"*strata* of at most {spec.STRATUM}," in page
     assert f"Of more than {spec.MIDDLE_FROM:,}" in page and f"the first {spec.MIDDLE:,} are dealt" in page
     assert f"ordered by {spec.KEY_LEVELS} buckets" in page
@@ -260,9 +260,9 @@ def test_rounds_of_the_workspace():
         for geometry in (plan.geometry, problem.geometry(S2OConfig(rank="mean")))
     )
     assert f"that is {units / 1e6:.0f} million" in page and f"{keys / 1e6:.0f} million scores of" in page
-    assert max(plan.geometry.ranked(n) for n in range(plan.geometry.segments // 2)) <= spec.ORDER_HEAD
+    assert max(plan.geometry.ranked(n) for n in range(plan.geometry.segments)) <= spec.ORDER_WHOLE
     page = " ".join(page.split())
-    assert "no row has more than 8,192 of them up to 65,536 tokens" in page and spec.ORDER_HEAD == 8192
+    assert f"no row has more than {spec.ORDER_WHOLE:,} of them up to 131,072 tokens" in page
     assert f"makes {len(plan.chunks)} rounds" in page
 
     def gib(rank, unit, path="auto"):

@@ -12,6 +12,7 @@ import pytest
 from conftest import has_gpu, has_hopper
 from gpu_cases import Case, run_diff
 from least_faults import BY_HEAD, LEAST_CASES, LEAST_FAULTS, PASS2
+from order_faults import order_faults
 from query_faults import (
     BYTES,
     BYTES_OF_EACH_KEY,
@@ -66,8 +67,6 @@ ONE_TILE = Case(heads=4, kv_heads=2, seqlen_q=700, segment=60, head_dim=72, bloc
                 options={"pooled_queries": 9})  # fmt: skip
 # The units before a segment and those after it, the last of which is short.
 AROUND = replace(UNITS, seqlen_q=600, seqlen_k=1000 + 3, is_causal=False)
-# More keys than the head of an order.
-LONG = Case(seqlen_q=300, seqlen_k=9503, segment=256, block_m=64, block_n=64, tau=0.01, options={"unit": 1})
 HOPPER = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=512, head_dim=128, options={"window": 30})
 # Units that the copy engine brings, in segments of one q tile.
 BOXES = replace(HOPPER, segment=128, options={"unit": 8, "rank": "weight"})
@@ -242,10 +241,6 @@ FAULTS = [
          "begin"),
     ),
     *_faults(
-        "key_order_head", AROUND,
-        ("the short unit is the one before", "key order", "= row.short_unit;", "= row.short_unit - 1;"),
-    ),
-    *_faults(
         "part_lists", replace(UNITS, options={"unit": 8, "dense_last": 1}),
         ("the last queries miss a key", "lse", "before - begin)));", "before - begin))) - 1;"),
     ),
@@ -267,50 +262,6 @@ FAULTS = [
         "pass2_sm90", replace(HOPPER, tau=0.0),
         ("half of a unit's keys come twice", "output", "(i & p.geometry.unit_mask())",
          "(i & p.geometry.unit_mask() - 1)"),
-    ),
-    # The order stays a permutation, so that pass 2 reads nothing but keys.
-    *_faults(
-        "key_order_head", MEAN,
-        ("buckets are twice as wide", "key order", "kBuckets - 2.f,", "kBuckets / 2 - 2.f,"),
-        ("distances are of half the scores", "key order", ': "=r"(x) : "r"(high), "r"(scores)',
-         ': "=r"(x) : "r"(high), "r"(scores & 0xffffu | scores << 16)'),
-        ("threads sort each other's candidates", "key order", "(chunk * (kOfThread / 4) + i / 4)",
-         "((chunk ^ 1) * (kOfThread / 4) + i / 4)"),
-        ("only one digit is sorted", "key order",
-         "count<kHighDigitShift>(items);\n    find_places();\n    put<kHighDigitShift",
-         "count<kBucketShift>(items);\n    find_places();\n    put<kBucketShift"),
-        ("the range leaves out a warp", "key order", "int w = 0; w < kSortWarps; ++w) range.join",
-         "int w = 1; w < kSortWarps; ++w) range.join"),
-        ("neighbours are written the other way round", "key order", "row.key(index_of(shared.radix.items[i]))",
-         "row.key(index_of(shared.radix.items[i ^ 1]))"),
-    ),
-    *_faults(
-        "key_order_head", LONG,
-        ("entries of the order are exchanged", "key order", "found[i / 2] >> i % 2 * 16",
-         "found[i / 2] >> (i + 1) % 2 * 16"),
-    ),
-    *_faults(
-        "key_strata", LONG,
-        ("levels are twice as wide", "key order", "kBuckets - 2.f,", "kBuckets / 2 - 2.f,"),
-        ("halves of a stratum are not merged", "key order", "run < kLanes; run *= 2", "2 * run < kLanes; run *= 2"),
-        ("a step of a lane's sort is left out", "key order", "int i = k % p; i + k < kOfLane;",
-         "int i = k % p; i + 2 * k < kOfLane;"),
-        ("lanes keep the wrong half", "key order", "negated(theirs_b)", "theirs_b"),
-        ("swapped layers have each other's levels", "key order", "index, 0x0424)", "index, 0x2404)"),
-        ("a range is half of the other stratum's", "key order", "range.join(swapped.swapped());",
-         "range.join(swapped);"),
-        ("all layers begin alike", "key order", "(pair < shift ? pair - shift + pairs : pair - shift)", "pair"),
-        ("places of strata are exchanged", "key order", "make_int4(key(0), key(1),", "make_int4(key(1), key(0),"),
-        ("the head of the order has its neighbours' scores", "key order",
-         "make_uint2(score(0) | score(1) << 16,", "make_uint2(score(1) | score(0) << 16,"),
-        ("what comes after the last whole layer is dealt the other way round", "key order",
-         "found = make_uint4(swapped", "if (false) found = make_uint4(swapped"),
-        ("a key that is not there is taken", "key order", "if (2 * e + 1 >= present)", "if (2 * e >= present)"),
-    ),
-    *_faults(
-        "key_middle", replace(LONG, seqlen_k=263_003, head_dim=8),
-        ("another row's scores are taken", "key order", "{p.middle_scores + row.row *",
-         "{p.middle_scores + (row.row ^ 1) *"),
     ),
     *_faults(
         "pass1", MEAN,
@@ -436,7 +387,7 @@ FAULTS = [
         ("a score above the ceiling is overlooked", "output", "above |= top != highest;", "above |= false;"),
     ),
 ]  # fmt: skip
-for rows_of in (QUERY_FAULTS, TAIL_FAULTS, LEAST_FAULTS, row_faults(ONE_TILE, BOXES, TAIL)):
+for rows_of in (QUERY_FAULTS, TAIL_FAULTS, LEAST_FAULTS, row_faults(ONE_TILE, BOXES, TAIL), order_faults(MEAN, AROUND)):
     FAULTS += [fault for function, case, rows in rows_of for fault in _faults(function, case, *rows)]
 
 

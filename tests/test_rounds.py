@@ -13,7 +13,7 @@ from s2o_cupy.plan.rounds import STEP, UNIT_STEP, Chunk
 from s2o_cupy.reference import key_order
 from s2o_cupy.selection.s2o import BYTES_PER_CANDIDATE, chunk_bytes, middle_blocks, row_pairs, strata_blocks
 from s2o_cupy.selection.s2o_kernels import BLOCK_PAIRS
-from s2o_cupy.spec import MIDDLE, MIDDLE_FROM, ORDER_HEAD, STRATUM, S2OConfig
+from s2o_cupy.spec import MIDDLE, MIDDLE_FROM, ORDER_HEAD, ORDER_WHOLE, STRATUM, S2OConfig
 
 
 @given(problems())
@@ -53,7 +53,7 @@ def test_chunks_stay_within_the_workspace(case):
         assert chunk.elements <= plan.method.elements
         last = max(geometry.ranked(n) for n in range(chunk.first_segment, chunk.first_segment + chunk.segments))
         # Blocks for all strata, where a row has any, of a long row and a short one together.
-        blocks = lambda n: -(-count_strata(n) // (2 * BLOCK_PAIRS)) if n > ORDER_HEAD else 0  # noqa: E731
+        blocks = lambda n: -(-count_strata(n) // (2 * BLOCK_PAIRS)) if n > ORDER_WHOLE else 0  # noqa: E731
         counts = [geometry.ranked(chunk.first_segment + n) for n in range(chunk.segments)]
         for i in range(chunk.segments // 2):
             assert strata_blocks(chunk) >= blocks(counts[i]) + blocks(counts[-1 - i])
@@ -91,13 +91,13 @@ def test_rows_and_blocks_by_hand():
     elements = list(range(chunk.elements))
     rows = [elements[chunk.place(head, n)] for head in (5, 6) for n in (3, 4, 5)]
     assert [len(row) for row in rows] == [64, 96, 128] * 2 and list(itertools.chain(*rows)) == elements
-    assert 2 * STRATUM * BLOCK_PAIRS == 16384 and ORDER_HEAD == 8192
+    assert 2 * STRATUM * BLOCK_PAIRS == 16384 == ORDER_WHOLE
     for segments, stride, growth, blocks in (
-        (1, 8192, 0, 0),  # the head of an order is all of it
-        (1, 8200, 0, 1),
-        (1, 16384, 0, 1),
+        (1, 16384, 0, 0),  # is sorted at once
         (1, 16392, 0, 2),
-        (2, 8200, 0, 3),  # of two rows one more than their units fill, as each may end in a block that is not full
+        (1, 32768, 0, 2),
+        (1, 32776, 0, 3),
+        (2, 16392, 0, 4),  # of two rows one more than their units fill, as each may end in a block that is not full
         (2, 4096, 16384, 3),
         (3, 8192, 16384, 4),
     ):

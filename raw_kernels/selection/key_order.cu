@@ -1,10 +1,12 @@
 // The order of a row's candidates by score (the paper's Algorithm 1, line 19); reference/key_order.py defines it.
 //
 //   key_strata: candidates are dealt to strata, each is sorted by itself, and the order takes from all strata in turn:
-//               the best of each, then the second best, and so on. For rows of more than kOrderHead candidates.
+//               the best of each, then the second best, and so on. For rows of more than kOrderWhole candidates.
 //   key_middle: the same with the first kMiddle of these, of rows of more than kMiddleFrom
-//   key_order_head: the first kOrderHead, or all of a shorter row's, sorted by bucket, stable; and how many keys the units
-//               among them have that weigh a part of tau or more, which no q tile stops before
+//   key_order_head: the first kOrderHead of that order, or all of a row of no more, sorted by bucket, stable; and how many
+//               keys the units among them have that weigh a part of tau or more, which no q tile stops before
+//   key_order_whole: the same of rows between these, of up to kOrderWhole candidates, all of them
+//   key_order_short: what key_order_head is where no row has more than 4,096: with fewer threads less is sorted for nothing
 //
 //   Rows that visit all candidates have them in the order of their positions: q tiles side by side, which are the
 //   longest of all, then read the same keys at the same time, from L2.
@@ -19,7 +21,8 @@
 
 namespace s2o {
 
-constexpr int kOrderThreads = 256;
+constexpr int kShortThreads = 128, kOrderThreads = 256, kWholeThreads = 512;
+static_assert(spec::kOrderHead == kOrderThreads * kMostOfThread && spec::kOrderWhole == kWholeThreads * kMostOfThread);
 constexpr int kPairLanes = spec::kStratum / kOfLane;     // lanes that sort a pair of strata
 constexpr int kBlockPairs = kOrderThreads / kPairLanes;  // of a block of key_strata
 constexpr uint32 kAbsent = 0x7fff;      // a score that is not there: NaN, so outside every range
@@ -164,7 +167,7 @@ __device__ __forceinline__ bool has_middle(const CandidateRow& row) {
 
 // Blocks that a row takes.
 __device__ __forceinline__ int strata_blocks(const CandidateRow& row) {
-  if (row.count <= spec::kOrderHead) return 0;
+  if (row.count <= spec::kOrderWhole) return 0;
   return (Strata(row.count).pairs + kBlockPairs - 1) / kBlockPairs;
 }
 
@@ -208,11 +211,15 @@ __device__ __forceinline__ void key_middle(const RankKeysParams& p, StrataShared
   sort_strata(task, static_cast<int>(blockIdx.x % kBlocks) * kBlockPairs, shared);
 }
 
-struct OrderHeadShared {
-  RadixShared radix;
-  ScoreRange of_warp[kSortWarps];
-  int heavy[kSortWarps];  // scores of the warp's that weigh so much
+template <int kThreads>
+struct OrderShared {
+  RadixShared<kThreads> radix;
+  ScoreRange of_warp[kThreads / 32];
+  int heavy[kThreads / 32];  // scores of the warp's that weigh so much
 };
+using OrderShortShared = OrderShared<kShortThreads>;
+using OrderHeadShared = OrderShared<kOrderThreads>;
+using OrderWholeShared = OrderShared<kWholeThreads>;
 
 // How many of two scores are not less than `least`, as NaN is not.
 __device__ __forceinline__ int not_less(uint32 scores, float least) {
@@ -220,14 +227,14 @@ __device__ __forceinline__ int not_less(uint32 scores, float least) {
 }
 
 // Puts the scores of a row in order, or of the head of its order: kOfThread of each thread, with minus infinity behind.
-template <int kOfThread>
-__device__ __forceinline__ RadixSort<kOfThread> sort_row(const RankKeysParams& p, const CandidateRow& row,
-                                                         const uint16* scores, const uint16* head_scores,
-                                                         OrderHeadShared& shared) {
-  RadixSort<kOfThread> sort(shared.radix);
+template <int kOfThread, int kThreads>
+__device__ __forceinline__ void sort_row(const RankKeysParams& p, const CandidateRow& row, const uint16* scores,
+                                         const uint16* head_scores, OrderShared<kThreads>& shared) {
+  constexpr int kWarps = kThreads / 32;
+  RadixSort<kOfThread, kThreads> sort(shared.radix);
 #pragma unroll
   for (int i = 0; i < kOfThread / 8; ++i) {
-    const int unit = i * kSortThreads + threadIdx.x;
+    const int unit = i * kThreads + threadIdx.x;
     const uint32 target = sort.scores_address(unit);
     if (head_scores) {
       cp_async_16(target, head_scores + unit * 8);
@@ -263,52 +270,83 @@ __device__ __forceinline__ RadixSort<kOfThread> sort_row(const RankKeysParams& p
   if (threadIdx.x == 0 && p.least_keys) {
     heavy = 0;
 #pragma unroll
-    for (int w = 0; w < kSortWarps; ++w) heavy += shared.heavy[w];
+    for (int w = 0; w < kWarps; ++w) heavy += shared.heavy[w];
     p.least_keys[row.pair] = min(heavy, row.count) << p.geometry.unit_shift;  // of tau 0 padding has counted, too
   }
 #pragma unroll
-  for (int w = 0; w < kSortWarps; ++w) range.join(shared.of_warp[w]);
+  for (int w = 0; w < kWarps; ++w) range.join(shared.of_warp[w]);
   sort.sort(ScoreBuckets<spec::kKeyBuckets>(range));
-  return sort;
 }
 
-// Block: a row. Short rows take a sort of as few as they have.
-__device__ __forceinline__ void key_order_head(const RankKeysParams& p, OrderHeadShared& shared) {
-  const CandidateRow row(p, blockIdx.x);
-  if (row.short_unit >= 0 && threadIdx.x == 0) p.k_order[row.place + row.count] = row.short_unit;  // not ranked: last
+// The same of all of a row: kOfThread of each thread, or as many more as it needs.
+template <int kOfThread, int kThreads>
+__device__ __forceinline__ void sort_whole_row(const RankKeysParams& p, const CandidateRow& row,
+                                               OrderShared<kThreads>& shared) {
+  if constexpr (kOfThread < kMostOfThread) {
+    if (row.count > kOfThread * kThreads) return sort_whole_row<kOfThread + 8>(p, row, shared);
+  }
+  sort_row<kOfThread>(p, row, p.scores + row.place, nullptr, shared);
+}
+
+template <int kLeastOfThread, int kThreads>
+__device__ __forceinline__ void order_row(const RankKeysParams& p, const CandidateRow& row,
+                                          OrderShared<kThreads>& shared) {
   if (row.count <= 0) {
     if (threadIdx.x == 0 && p.least_keys) p.least_keys[row.pair] = 0;
     return;
   }
-  const uint16* scores = p.scores + row.place;
+  sort_whole_row<kLeastOfThread>(p, row, shared);
   int* order = p.k_order + row.place;
-  if (row.count <= spec::kOrderHead) {
-    if (row.count <= 8 * kSortThreads) {
-      sort_row<8>(p, row, scores, nullptr, shared);
-    } else if (row.count <= 16 * kSortThreads) {
-      sort_row<16>(p, row, scores, nullptr, shared);
-    } else if (row.count <= 24 * kSortThreads) {
-      sort_row<24>(p, row, scores, nullptr, shared);
-    } else {
-      sort_row<kMostOfThread>(p, row, scores, nullptr, shared);
-    }
 #pragma unroll 4
-    for (int i = threadIdx.x; i < row.count; i += kSortThreads) order[i] = row.key(index_of(shared.radix.items[i]));
+  for (int i = threadIdx.x; i < row.count; i += kThreads) order[i] = row.key(index_of(shared.radix.items[i]));
+}
+
+// Whether key_order_whole has the row, and not key_order_head.
+__device__ __forceinline__ bool is_whole(const CandidateRow& row) {
+  return row.count > spec::kOrderHead && row.count <= spec::kOrderWhole;
+}
+
+// The last unit is not ranked where it is short.
+__device__ __forceinline__ void end_with_short_unit(const RankKeysParams& p, const CandidateRow& row) {
+  if (row.short_unit >= 0 && threadIdx.x == 0) p.k_order[row.place + row.count] = row.short_unit;
+}
+
+// Block: a row.
+__device__ __forceinline__ void key_order_short(const RankKeysParams& p, OrderShortShared& shared) {
+  const CandidateRow row(p, blockIdx.x);
+  end_with_short_unit(p, row);
+  order_row<8>(p, row, shared);
+}
+
+__device__ __forceinline__ void key_order_whole(const RankKeysParams& p, OrderWholeShared& shared) {
+  const CandidateRow row(p, blockIdx.x);
+  if (!is_whole(row)) return;
+  end_with_short_unit(p, row);
+  order_row<spec::kOrderHead / kWholeThreads + 8>(p, row, shared);
+}
+
+__device__ __forceinline__ void key_order_head(const RankKeysParams& p, OrderHeadShared& shared) {
+  const CandidateRow row(p, blockIdx.x);
+  if (is_whole(row)) return;
+  end_with_short_unit(p, row);
+  if (row.count <= spec::kOrderHead) {
+    order_row<8>(p, row, shared);
     return;
   }
-  sort_row<kMostOfThread>(p, row, scores, p.order_head_scores + row.row * spec::kOrderHead, shared);
+  int* order = p.k_order + row.place;
+  sort_row<kMostOfThread>(p, row, nullptr, p.order_head_scores + row.row * spec::kOrderHead, shared);
   // The order is read before it is written.
   constexpr int kOfThread = kMostOfThread;
   uint32 found[kOfThread / 2];  // two indices each
 #pragma unroll
   for (int i = 0; i < kOfThread / 2; ++i) {
-    const uint32* items = shared.radix.items + 2 * i * kSortThreads + threadIdx.x;
-    found[i] = index_of(items[0]) | index_of(items[kSortThreads]) << 16;
+    const uint32* items = shared.radix.items + 2 * i * kOrderThreads + threadIdx.x;
+    found[i] = index_of(items[0]) | index_of(items[kOrderThreads]) << 16;
   }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kOfThread / 4; ++i) {
-    const int unit = (i * kSortThreads + threadIdx.x) * 4;
+    const int unit = (i * kOrderThreads + threadIdx.x) * 4;
     cp_async_16(shared_address(shared.radix.items + unit), order + unit);
   }
   cp_async_commit();
@@ -316,7 +354,7 @@ __device__ __forceinline__ void key_order_head(const RankKeysParams& p, OrderHea
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kOfThread; ++i)
-    order[i * kSortThreads + threadIdx.x] = shared.radix.items[found[i / 2] >> i % 2 * 16 & 0xffffu];
+    order[i * kOrderThreads + threadIdx.x] = shared.radix.items[found[i / 2] >> i % 2 * 16 & 0xffffu];
 }
 
 }  // namespace s2o

@@ -1,6 +1,6 @@
-// A block's stable sort of up to kOrderHead scores by bucket in shared memory: a radix sort by two digits.
+// A block's stable sort of scores by bucket in shared memory: a radix sort by two digits.
 //
-// A thread holds kOfThread neighbours, thread (lane, warp) those from (lane * kSortWarps + warp) * kOfThread on. It
+// A thread holds kOfThread neighbours, thread (lane, warp) those from (lane * kWarps + warp) * kOfThread on. It
 // counts digits in counters of its own and so knows how many of its scores stand before each with the same digit; a sum
 // over threads gives places. No atomic decides a place, and no thread waits for another's vote. Shared memory is read
 // and written without bank conflicts, but where scores go to their places.
@@ -9,15 +9,15 @@
 
 namespace s2o {
 
-constexpr int kSortThreads = 256, kSortWarps = kSortThreads / 32;
-constexpr int kMostOfThread = spec::kOrderHead / kSortThreads;
+constexpr int kMostOfThread = 32;
 constexpr int kDigits = 32;  // of each of the two
 static_assert(spec::kKeyBuckets == kDigits * kDigits, "two digits are a bucket");
-static_assert(spec::kOrderHead * 4 < 1 << 16 && kMostOfThread <= 64, "what 16 and 8 bits hold");
 
+template <int kThreads_>
 struct RadixShared {
-  uint32 items[spec::kOrderHead];                  // what is sorted; before that the scores
-  uint32 counters[kDigits][kSortThreads / 2];  // 16 bits each of a thread of the first and the last four warps
+  static constexpr int kThreads = kThreads_;
+  uint32 items[kThreads * kMostOfThread];    // what is sorted; before that the scores
+  uint32 counters[kDigits][kThreads / 2];    // 16 bits each of a thread of the first and the last half of the warps
   uint32 of_digit[kDigits];
 };
 
@@ -38,38 +38,42 @@ __device__ __forceinline__ uint32 lane_sum_before(uint32 mine) {
   return sum - mine;
 }
 
-// Of kOfThread * kSortThreads scores.
-template <int kOfThread>
+// Of kOfThread * kThreads scores.
+template <int kOfThread, int kThreads>
 struct RadixSort {
+  static constexpr int kWarps = kThreads / 32;
   static_assert(kOfThread % 8 == 0 && kOfThread <= kMostOfThread, "a thread's scores are whole loads");
-  RadixShared& shared;
+  // Places are of bytes. One past the end may not fit 16 bits, and no score is put there.
+  static_assert(kOfThread * kThreads * 4 <= 1 << 16 && kOfThread * kThreads <= 1 << kBucketShift && kOfThread <= 64,
+                "what 16, 14 and 8 bits hold");
+  RadixShared<kThreads>& shared;
   int warp, lane, chunk;  // the thread's scores begin at chunk * kOfThread
 
-  __device__ __forceinline__ explicit RadixSort(RadixShared& shared)
-      : shared(shared), warp(threadIdx.x / 32), lane(threadIdx.x % 32), chunk(lane * kSortWarps + warp) {}
+  __device__ __forceinline__ explicit RadixSort(RadixShared<kThreads>& shared)
+      : shared(shared), warp(threadIdx.x / 32), lane(threadIdx.x % 32), chunk(lane * kWarps + warp) {}
 
   // Where unit i of 16 bytes stands, of kUnits a thread: eight lanes that read theirs find them in different banks.
   template <int kUnits>
   __device__ __forceinline__ uint32 unit_address(int i) const {
-    return shared_address(shared.items) + (i ^ (i / (kUnits * kSortWarps) & 7)) * 16;
+    return shared_address(shared.items) + (i ^ (i / (kUnits * kWarps) & 7)) * 16;
   }
 
   __device__ __forceinline__ void clear_counters() {
     uint4* words = reinterpret_cast<uint4*>(shared.counters);
 #pragma unroll
-    for (int i = threadIdx.x; i < kDigits * kSortThreads / 8; i += kSortThreads)
+    for (int i = threadIdx.x; i < kDigits * kThreads / 8; i += kThreads)
       words[i] = make_uint4(0, 0, 0, 0);
   }
 
   // The address of the thread's counter of an item's digit; `first`: of digit 0.
   template <int kShift>
   static __device__ __forceinline__ uint32 counter(uint32 item, uint32 first) {
-    constexpr int kRow = kSortThreads * 2, kRowBits = 9;
+    constexpr int kRow = kThreads * 2, kRowBits = kThreads == 128 ? 8 : kThreads == 256 ? 9 : 10;
     static_assert(kRow == 1 << kRowBits && kShift > kRowBits, "a shift takes the digit to its row");
     return (item >> (kShift - kRowBits) & (kDigits - 1) * kRow) + first;
   }
   __device__ __forceinline__ uint32 first_counter() const {
-    return shared_address(&shared.counters[0][warp % (kSortWarps / 2) * 32 + lane]) + warp / (kSortWarps / 2) * 2;
+    return shared_address(&shared.counters[0][warp % (kWarps / 2) * 32 + lane]) + warp / (kWarps / 2) * 2;
   }
 
   // Where scores [8 * unit, + 8) are wanted.
@@ -92,7 +96,7 @@ struct RadixSort {
 
   // Counters become places of the threads' first scores of a digit: digits first, then threads by their chunks.
   __device__ __forceinline__ void find_places() {
-    constexpr int kMine = kDigits / kSortWarps, kWords = kSortWarps / 2;
+    constexpr int kMine = kDigits / kWarps, kWords = kWarps / 2;
     uint32 before[kMine], low[kMine];  // of a digit: in lower lanes; in this lane's threads of the first warps
     __syncthreads();
 #pragma unroll
@@ -125,7 +129,7 @@ struct RadixSort {
   // kSpread: where unit_address will look for them.
   template <int kShift, bool kSpread>
   __device__ __forceinline__ void put(uint32 (&items)[kOfThread]) {
-    constexpr int kUnitsOfLane = kOfThread / 4 * kSortWarps;
+    constexpr int kUnitsOfLane = kOfThread / 4 * kWarps;
     const uint32 first = first_counter(), target = shared_address(shared.items);
 #pragma unroll
     for (int i = 0; i < kOfThread; ++i) {

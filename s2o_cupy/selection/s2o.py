@@ -2,7 +2,7 @@
 
 reference/ordering.py and reference/key_order.py are the definition. Once: guides and rank_queries order each segment's
 queries and pool them; of a segment that is one q tile pool_queries only pools them, if they are pooled. In each round
-the order scores the candidates of its rows, and key_strata, key_middle and key_order_head put them in order. The last
+the order scores the candidates of its rows, and kernels for rows of some lengths each put them in order. The last
 queries need no order where they attend to all keys (plan/last_queries.py).
 Pure: no array, no GPU, no CuPy.
 """
@@ -21,24 +21,24 @@ from ..plan.last_queries import kernels as last_queries
 from ..plan.method import Setting
 from ..plan.rounds import MAX_GRID, Chunk, rounds
 from ..plan.tail import Tail
-from ..spec import MIDDLE, MIDDLE_FROM, ORDER_HEAD, STRATUM
+from ..spec import MIDDLE, MIDDLE_FROM, ORDER_HEAD, ORDER_WHOLE, STRATUM, Geometry
 from . import s2o_kernels as kernels
 from .orders import ORDERS
-from .s2o_kernels import BLOCK_PAIRS
+from .s2o_kernels import BLOCK_PAIRS, SHORT_ROW
 
-__all__ = ["S2O", "chunk_bytes", "middle_blocks", "row_pairs", "strata_blocks"]
+__all__ = ["S2O", "chunk_bytes", "middle_blocks", "row_pairs", "strata_blocks", "whole_segments"]
 
 BYTES_PER_CANDIDATE = 6  # a float16 score and an int32, a unit's number
 LAST_PART = 4  # part of the workspace that the last queries may take, before the rounds do
 
 
 def strata_blocks(chunk: Chunk) -> int:
-    """Blocks of key_strata for two rows, of the i-th segment from either end; 0 where all fit the head of an order.
+    """Blocks of key_strata for two rows, of the i-th segment from either end; 0 where each is sorted at once.
 
     Both rows are together as long as the first and the last; each may have a block that is not full.
     """
     each = 2 * STRATUM * BLOCK_PAIRS
-    if chunk.longest <= ORDER_HEAD:
+    if chunk.longest <= ORDER_WHOLE:
         return 0
     return -(-(chunk.stride + chunk.longest) // each) + 1 if chunk.segments > 1 else -(-chunk.longest // each)
 
@@ -51,6 +51,14 @@ def row_pairs(chunk: Chunk) -> int:
 def middle_blocks(chunk: Chunk) -> int:
     """Blocks of key_middle for a row; 0 where no row is so long."""
     return MIDDLE // (2 * STRATUM * BLOCK_PAIRS) if chunk.longest > MIDDLE_FROM else 0
+
+
+@functools.lru_cache(maxsize=64)
+def whole_segments(geometry: Geometry, first: int, end: int) -> tuple[int, bool]:
+    """Of segments [first, end): how many there are from the first one on whose rows key_order_whole sorts, and whether
+    it sorts them all, so that key_order_head has none."""
+    sorts = [ORDER_HEAD < geometry.ranked(n) <= ORDER_WHOLE for n in range(first, end)]
+    return (len(sorts) - sorts.index(True) if any(sorts) else 0), all(sorts)
 
 
 def chunk_bytes(chunk: Chunk) -> int:
@@ -109,6 +117,14 @@ class S2O:
     def key_order_head(self) -> Kernel:
         return kernels.key_order_head()
 
+    @functools.cached_property
+    def key_order_short(self) -> Kernel:
+        return kernels.key_order_short()
+
+    @functools.cached_property
+    def key_order_whole(self) -> Kernel:
+        return kernels.key_order_whole()
+
     @staticmethod
     def catalogue(inputs: Inputs, path: Path) -> Iterator[Kernel]:
         """Kernels that a call with such inputs may choose; the sort's slots are no part of their texts."""
@@ -119,7 +135,8 @@ class S2O:
             yield kernels.pool_queries(inputs)
         for order in dict.fromkeys(ORDERS.values()):
             yield from order.catalogue(inputs, path)
-        yield from (kernels.key_strata(), kernels.key_middle(), kernels.key_order_head())
+        yield from (kernels.key_strata(), kernels.key_middle())
+        yield from (kernels.key_order_short(), kernels.key_order_head(), kernels.key_order_whole())
         yield from last_queries(inputs)
 
     @property
@@ -237,7 +254,13 @@ class S2O:
         if middle_blocks(chunk):
             blocks = chunk.rows * middle_blocks(chunk)
             found.append(build.launch("key_middle", self.key_middle, blocks, values, chunk))
-        found.append(build.launch("rank_keys", self.key_order_head, chunk.rows, values, chunk))
+        whole, all_are = whole_segments(geometry, chunk.first_segment, chunk.first_segment + chunk.segments)
+        if whole:  # rows come from the last segment to the first
+            stage = "rank_keys" if all_are else "rank_long_rows"
+            found.append(build.launch(stage, self.key_order_whole, whole * chunk.heads, values, chunk))
+        if not all_are:
+            kernel = self.key_order_short if chunk.longest <= SHORT_ROW else self.key_order_head
+            found.append(build.launch("rank_keys", kernel, chunk.rows, values, chunk))
         return found
 
     def pass2(self, kernel: Kernel) -> tuple[Kernel, dict[str, Any]]:

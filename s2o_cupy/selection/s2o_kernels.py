@@ -8,14 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 from ..plan.kernels import Family, Inputs, Kernel
-from ..spec import ORDER_HEAD, STRATUM
+from ..spec import STRATUM
 
 __all__ = [
-    "BLOCK_PAIRS", "WARP", "guides", "key_middle", "key_order_head", "key_strata", "pool_queries", "rank_queries",
+    "BLOCK_PAIRS", "SHORT_ROW", "WARP", "guides", "key_middle", "key_order_head", "key_order_short", "key_order_whole",
+    "key_strata", "pool_queries", "rank_queries",
 ]  # fmt: skip
 
 THREADS = 256
 WARP = 32
+OF_THREAD = 32  # candidates that a thread of a sort has at most (kMostOfThread)
+SHORT_ROW = THREADS // 2 * OF_THREAD  # candidates of a row that key_order_short sorts, at most
 BLOCK_PAIRS = 32  # pairs of strata of a block of key_strata (kBlockPairs)
 
 # --- Queries ---
@@ -68,6 +71,14 @@ KEY_ORDER_HEAD = Family(
     "key_order_head", "selection/key_order.cu", "RankKeysParams", THREADS, "(__CUDA_ARCH__ == 900 ? 4 : 3)",
     shared="s2o::OrderHeadShared",
 )  # fmt: skip
+KEY_ORDER_SHORT = Family(
+    "key_order_short", "selection/key_order.cu", "RankKeysParams", THREADS // 2, "(__CUDA_ARCH__ == 900 ? 7 : 4)",
+    shared="s2o::OrderShortShared",
+)  # fmt: skip
+KEY_ORDER_WHOLE = Family(
+    "key_order_whole", "selection/key_order.cu", "RankKeysParams", 2 * THREADS, "(__CUDA_ARCH__ == 900 ? 2 : 1)",
+    shared="s2o::OrderWholeShared",
+)  # fmt: skip
 _STRATA_SHARED = BLOCK_PAIRS * (STRATUM * 4 + STRATUM // 4 * 4)
 
 
@@ -79,6 +90,19 @@ def key_middle() -> Kernel:
     return Kernel(KEY_MIDDLE, shared_bytes=_STRATA_SHARED)
 
 
+def key_order_short() -> Kernel:
+    return _key_order(KEY_ORDER_SHORT)
+
+
 def key_order_head() -> Kernel:
-    digits, warps = 32, THREADS // 32
-    return Kernel(KEY_ORDER_HEAD, shared_bytes=ORDER_HEAD * 4 + digits * THREADS * 2 + digits * 4 + warps * 12)
+    return _key_order(KEY_ORDER_HEAD)
+
+
+def key_order_whole() -> Kernel:
+    return _key_order(KEY_ORDER_WHOLE)
+
+
+def _key_order(family: Family) -> Kernel:
+    """Its shared memory is sizeof(OrderShared): items, counters, sums by digit, and what each warp has found."""
+    digits, threads = 32, family.threads
+    return Kernel(family, shared_bytes=threads * (OF_THREAD * 4 + digits * 2) + digits * 4 + threads // 32 * 12)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-# How keys are ordered (reference.key_order is the definition). Up to ORDER_HEAD candidates by KEY_BUCKETS parts of the
+# How keys are ordered (reference.key_order is the definition). Up to ORDER_WHOLE candidates by KEY_BUCKETS parts of the
 # range of their scores; float16 tells integers from 1024 to 2047 apart, so its arithmetic rounds to a bucket by itself.
-ORDER_HEAD = 8192
+ORDER_WHOLE = 16384
 KEY_BUCKETS = 1024
 # More are dealt to strata of STRATUM, and each is sorted by KEY_LEVELS parts of its own range: as many levels times
-# indices as there are finite float16 that are not negative.
+# indices as there are finite float16 that are not negative. The first ORDER_HEAD of that order are sorted by buckets.
+ORDER_HEAD = 8192
 STRATUM = 256
 KEY_LEVELS = 124
 LAYER_MIX = 0x61C88647  # spreads the squares of small numbers over 32 bits
@@ -81,6 +82,7 @@ KERNEL_CONSTANTS: Mapping[str, int] = {
     "kMiddleFrom": MIDDLE_FROM,
     "kMiddle": MIDDLE,
     "kOrderHead": ORDER_HEAD,
+    "kOrderWhole": ORDER_WHOLE,
     "kKeyBuckets": KEY_BUCKETS,
     "kMostPooled": MOST_WEIGHED,
     "kNearKeys": NEAR_KEYS,
