@@ -182,10 +182,10 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"tau": (0.5, 0.0, 0.01, 0.1), "heads": 4, "kv_heads": 2, "batch": 2, "head_dim": 128, "seqlen_q": 900},
     {"tau": (0.5, 0.0, 0.01, 0.1), "heads": 4, "head_dim": 256, "seqlen_q": 900, "options": {"tail": "first_order"}},
     {"tau": (0.5, 0.0), "block_m": 64, "block_n": 64, "seqlen_q": 900},
-    # The last queries visit all keys, in rounds by segments too; keys behind them, and more than a head of an order.
+    # The last queries visit all keys, in rounds by segments too; keys behind them, and more than are sorted at once.
     *({"options": {"dense_last": last}, "heads": 4, "kv_heads": 2, "seqlen_q": 900, "head_dim": 128, "tau": 0.2}
       for last in (1, 300, 900)),
-    {"options": {"dense_last": 100, "rank": "mean"}, "seqlen_q": 500, "seqlen_k": 9000, "tau": 0.2},
+    {"options": {"dense_last": 100, "rank": "mean"}, "seqlen_q": 500, "seqlen_k": 17_500, "tau": 0.2},
     {"options": {"dense_last": 100}, "is_causal": False, "seqlen_q": 500, "seqlen_k": 777, "tau": 0.2},
     {"options": {"dense_last": 200}, "is_causal": False, "batch": 2, "seqlen_q": 500, "seqlen_k": 9000},
     {"options": {"dense_last": 200}, "heads": 2, "kv_heads": 1, "seqlen_q": 300, "seqlen_k": 70_000, "head_dim": 64},
@@ -333,7 +333,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"heads": 7, "seqlen_q": 300, "seqlen_k": 40_000, "head_dim": 8, **_ROUNDS},
     {"seqlen_q": 300, "seqlen_k": 140_000, "head_dim": 8, **_ROUNDS},
     {"batch": 4, "heads": 24, "kv_heads": 4, "seqlen_q": 1500, "segment": 32, "options": {"workspace_bytes": 1 << 20}},
-    # About as many candidates as each sort of the head of an order holds, and more.
+    # About as many candidates as each kernel's sorts hold, and more.
     *(
         {"seqlen_q": 100, "seqlen_k": 100 + most + more, "heads": 1, **_KEYS}
         for most in (1024, 2048, 3072, 4096, 6144, 12_288)
@@ -342,12 +342,12 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     *({"seqlen_q": 100, "seqlen_k": 100 + most + more, "heads": 1, **_KEYS}
       for most in (8192, 16_384) for more in (-1, 0, 1, 7, 2000)),
     {"seqlen_q": 1300, "seqlen_k": 4500, "segment": 300, "heads": 1, **_KEYS},
-    {"seqlen_q": 1300, "seqlen_k": 8600, "segment": 300, "heads": 1, **_KEYS},
+    {"seqlen_q": 1300, "seqlen_k": 8600, "segment": 300, "heads": 4, "kv_heads": 2, **_KEYS},
     *({"seqlen_q": 1300, "seqlen_k": keys, "segment": 512, "heads": 1, "is_causal": False, **_KEYS}
-      for keys in (4000, 9600, 17_600)),
+      for keys in (4000, 6000, 9600, 17_600)),
     {"seqlen_q": 1300, "seqlen_k": 9603, "segment": 500, "heads": 1, "is_causal": False, "head_dim": 128, **_KEYS},
     {"seqlen_q": 1300, "seqlen_k": 17_603, "segment": 500, "heads": 1, "is_causal": False, "head_dim": 16, **_KEYS},
-    {"seqlen_q": 1000, "seqlen_k": 17_000, "segment": 300, "heads": 1, "options": {"window": 77, "unit": 1}},
+    {"seqlen_q": 1000, "seqlen_k": 17_000, "segment": 300, "heads": 4, "options": {"window": 77, "unit": 1}},
     {"seqlen_q": 200, "seqlen_k": 40_003, "heads": 1, "is_causal": False, "head_dim": 8, **_KEYS},
     *({"seqlen_q": 100, "seqlen_k": keys, "heads": 1, "scale": 0.0, **_KEYS} for keys in (9100, 17_100)),
     *({"seqlen_q": 20, "seqlen_k": (1 << 18) + more, "heads": 1, "head_dim": 8, **_KEYS} for more in (20, 21, 40_001)),

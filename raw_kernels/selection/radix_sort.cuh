@@ -13,11 +13,10 @@ constexpr int kMostOfThread = 32;
 constexpr int kDigits = 32;  // of each of the two
 static_assert(spec::kKeyBuckets == kDigits * kDigits, "two digits are a bucket");
 
-template <int kThreads_>
+template <int kThreads>
 struct RadixShared {
-  static constexpr int kThreads = kThreads_;
-  uint32 items[kThreads * kMostOfThread];    // what is sorted; before that the scores
-  uint32 counters[kDigits][kThreads / 2];    // 16 bits each of a thread of the first and the last half of the warps
+  uint32 items[kThreads * kMostOfThread];  // what is sorted; before that the scores
+  uint32 counters[kDigits][kThreads / 2];  // 16 bits each of a thread of the first and the last half of the warps
   uint32 of_digit[kDigits];
 };
 
@@ -44,7 +43,7 @@ struct RadixSort {
   static constexpr int kWarps = kThreads / 32;
   static_assert(kOfThread % 8 == 0 && kOfThread <= kMostOfThread, "a thread's scores are whole loads");
   // Places are of bytes. One past the end may not fit 16 bits, and no score is put there.
-  static_assert(kOfThread * kThreads * 4 <= 1 << 16 && kOfThread * kThreads <= 1 << kBucketShift && kOfThread <= 64,
+  static_assert(kOfThread * kThreads * 4 <= 1 << 16 && kOfThread * kThreads <= 1 << kBucketShift && kMostOfThread <= 64,
                 "what 16, 14 and 8 bits hold");
   RadixShared<kThreads>& shared;
   int warp, lane, chunk;  // the thread's scores begin at chunk * kOfThread

@@ -9,10 +9,12 @@ Pure: no array, no GPU, no CuPy.
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..caches import remembered
 from ..plan import head_taus
 from ..plan.build import Array, Builder, InTurns, Launch
 from ..plan.kernels import Inputs, Kernel, Path
@@ -26,7 +28,7 @@ from . import s2o_kernels as kernels
 from .orders import ORDERS
 from .s2o_kernels import BLOCK_PAIRS, SHORT_ROW
 
-__all__ = ["S2O", "chunk_bytes", "middle_blocks", "row_pairs", "strata_blocks", "whole_segments"]
+__all__ = ["S2O", "chunk_bytes", "middle_blocks", "row_pairs", "row_sorts", "strata_blocks"]
 
 BYTES_PER_CANDIDATE = 6  # a float16 score and an int32, a unit's number
 LAST_PART = 4  # part of the workspace that the last queries may take, before the rounds do
@@ -53,12 +55,25 @@ def middle_blocks(chunk: Chunk) -> int:
     return MIDDLE // (2 * STRATUM * BLOCK_PAIRS) if chunk.longest > MIDDLE_FROM else 0
 
 
-@functools.lru_cache(maxsize=64)
-def whole_segments(geometry: Geometry, first: int, end: int) -> tuple[int, bool]:
-    """Of segments [first, end): how many there are from the first one on whose rows key_order_whole sorts, and whether
-    it sorts them all, so that key_order_head has none."""
-    sorts = [ORDER_HEAD < geometry.ranked(n) <= ORDER_WHOLE for n in range(first, end)]
-    return (len(sorts) - sorts.index(True) if any(sorts) else 0), all(sorts)
+@remembered
+def row_sorts(chunk: Chunk, geometry: Geometry) -> tuple[tuple[Kernel, int], ...]:
+    """Kernels that sort rows at once, or the heads of their orders, and the blocks of each.
+
+    Blocks have rows from those of the last segment to those of the first, and leave the ones that another kernel has.
+    """
+    if chunk.longest <= ORDER_HEAD:
+        kernel = kernels.key_order_short() if chunk.longest <= SHORT_ROW else kernels.key_order_head()
+        return ((kernel, chunk.rows),)
+    segments = range(chunk.first_segment, chunk.first_segment + chunk.segments)
+    whole: Sequence[int]  # places of rows that are key_order_whole's
+    if geometry.is_causal:  # no row is shorter than the one before
+        whole = range(*(bisect.bisect_right(segments, most, key=geometry.ranked) for most in (ORDER_HEAD, ORDER_WHOLE)))
+    else:
+        whole = [i for i, n in enumerate(segments) if ORDER_HEAD < geometry.ranked(n) <= ORDER_WHOLE]
+    found = [(kernels.key_order_whole(), (chunk.segments - whole[0]) * chunk.heads)] if whole else []
+    if len(whole) < chunk.segments:
+        found.append((kernels.key_order_head(), chunk.rows))
+    return tuple(found)
 
 
 def chunk_bytes(chunk: Chunk) -> int:
@@ -112,18 +127,6 @@ class S2O:
     @functools.cached_property
     def key_middle(self) -> Kernel:
         return kernels.key_middle()
-
-    @functools.cached_property
-    def key_order_head(self) -> Kernel:
-        return kernels.key_order_head()
-
-    @functools.cached_property
-    def key_order_short(self) -> Kernel:
-        return kernels.key_order_short()
-
-    @functools.cached_property
-    def key_order_whole(self) -> Kernel:
-        return kernels.key_order_whole()
 
     @staticmethod
     def catalogue(inputs: Inputs, path: Path) -> Iterator[Kernel]:
@@ -254,13 +257,10 @@ class S2O:
         if middle_blocks(chunk):
             blocks = chunk.rows * middle_blocks(chunk)
             found.append(build.launch("key_middle", self.key_middle, blocks, values, chunk))
-        whole, all_are = whole_segments(geometry, chunk.first_segment, chunk.first_segment + chunk.segments)
-        if whole:  # rows come from the last segment to the first
-            stage = "rank_keys" if all_are else "rank_long_rows"
-            found.append(build.launch(stage, self.key_order_whole, whole * chunk.heads, values, chunk))
-        if not all_are:
-            kernel = self.key_order_short if chunk.longest <= SHORT_ROW else self.key_order_head
-            found.append(build.launch("rank_keys", kernel, chunk.rows, values, chunk))
+        sorts = row_sorts(chunk, geometry)
+        for kernel, blocks in sorts:
+            stage = "rank_keys" if kernel is sorts[-1][0] else "rank_long_rows"
+            found.append(build.launch(stage, kernel, blocks, values, chunk))
         return found
 
     def pass2(self, kernel: Kernel) -> tuple[Kernel, dict[str, Any]]:
