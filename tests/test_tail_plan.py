@@ -9,6 +9,7 @@ from test_plan import LIMITS, a_problem, plan_of
 
 from s2o_cupy.arrays.operand import Operand
 from s2o_cupy.plan.launches import launches, workspace
+from s2o_cupy.plan.tail import MOMENT_ROWS
 from s2o_cupy.spec import GRAIN_KEYS, Geometry, S2OConfig, moment_group, moment_keys
 
 
@@ -40,7 +41,7 @@ def test_moments_of_the_groups_that_segments_have(path):
     parts = moment_group(moment_keys(groups[1]) // grain)
     for stage in ("part_moments", "key_moments"):
         assert (steps[stage].params["parts"], steps[stage].params["grain_shift"]) == (parts, 4)
-    assert steps["part_moments"].blocks == 2 * parts and steps["key_moments"].blocks == 2 * 128 // 2
+    assert steps["part_moments"].blocks == 2 * parts and steps["key_moments"].blocks == 2 * 128 // MOMENT_ROWS
     assert memory.places["part_products"].shape == (2, parts, 128, 128)
     assert memory.places["covariances"].shape == (2, 2, 128, 128)
     assert ("add_tail" in steps) == (path == "portable")

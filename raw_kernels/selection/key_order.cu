@@ -6,7 +6,8 @@
 //   key_order_head: the first kOrderHead of that order, or all of a row of no more, sorted by bucket, stable; and how many
 //               keys the units among them have that weigh a part of tau or more, which no q tile stops before
 //   key_order_whole: the same of rows between these, of up to kOrderWhole candidates, all of them
-//   key_order_short: what key_order_head is where no row has more than 4,096: with fewer threads less is sorted for nothing
+//   key_order_short: takes the place of key_order_head in a launch whose rows all have up to 4,096 candidates: fewer threads
+//               leave fewer empty places to sort
 //
 //   Rows that visit all candidates have them in the order of their positions: q tiles side by side, which are the
 //   longest of all, then read the same keys at the same time, from L2.
