@@ -321,6 +321,13 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"options": {"unit": 8, "pooled_queries": 16}, "segment": 300, "seqlen_q": 1600, "head_dim": 128},
     {"options": {"unit": 8, "pooled_queries": 17}, "segment": 300, "seqlen_q": 1600, "head_dim": 128},
     {"seqlen_q": 300, "seqlen_k": 5000, "is_causal": False, "head_dim": 72},
+    # head_dim 64 without a tail: gathered, by boxes, and lists that end within a box.
+    {"options": {"rank": "weight"}, "seqlen_q": 1500, "head_dim": 64, "dtype": "float16", "tau": 0.0},
+    *({"options": {"rank": "weight", "unit": unit}, "seqlen_q": 900, "seqlen_k": 1203, "is_causal": False,
+       "head_dim": 64} for unit in (8, 16)),
+    {"options": {"rank": "weight"}, "seqlen_q": 900, "head_dim": 64, "softcap": 5.0, "batch": 2},
+    {"options": {"rank": "weight"}, "seqlen_q": 700, "head_dim": 64, "poison": ("v", 200, NAN)},
+    {"options": {"rank": "mean"}, "seqlen_q": 1500, "segment": 512, "head_dim": 64, "tau": 0.01},
     # Windows.
     {"options": {"window": 1}},
     {"options": {"window": 50}, "head_dim": 128},
@@ -401,6 +408,8 @@ SANITIZED = (
     Case(seqlen_q=300, head_dim=256),
     Case(seqlen_q=600, segment=512, head_dim=256, poison=("v", 500, NAN)),
     Case(seqlen_q=300, head_dim=128, softcap=3.0),
+    Case(seqlen_q=300, head_dim=64, options={"rank": "weight"}),
+    Case(seqlen_q=200, seqlen_k=333, head_dim=64, is_causal=False, options={"rank": "weight", "unit": 8}),
     Case(seqlen_q=270, head_dim=136, block_m=64, poison=("v", 260, NAN)),
     Case(seqlen_q=70, segment=20, options={"rank": "max", "pooled_queries": 64}),
     Case(seqlen_q=40, seqlen_k=140_000, head_dim=8, **_ROUNDS),
