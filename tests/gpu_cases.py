@@ -408,8 +408,9 @@ SANITIZED = (
     Case(seqlen_q=300, head_dim=256),
     Case(seqlen_q=600, segment=512, head_dim=256, poison=("v", 500, NAN)),
     Case(seqlen_q=300, head_dim=128, softcap=3.0),
-    Case(seqlen_q=300, head_dim=64, options={"rank": "weight"}),
-    Case(seqlen_q=200, seqlen_k=333, head_dim=64, is_causal=False, options={"rank": "weight", "unit": 8}),
+    # Two blocks on a multiprocessor, by boxes and gathered, with more key tiles than places for votes.
+    Case(seqlen_q=300, seqlen_k=1800, head_dim=64, tau=0.001, options={"rank": "weight"}),
+    Case(seqlen_q=200, seqlen_k=1333, head_dim=64, tau=0.001, is_causal=False, options={"rank": "weight", "unit": 8}),
     Case(seqlen_q=270, head_dim=136, block_m=64, poison=("v", 260, NAN)),
     Case(seqlen_q=70, segment=20, options={"rank": "max", "pooled_queries": 64}),
     Case(seqlen_q=40, seqlen_k=140_000, head_dim=8, **_ROUNDS),

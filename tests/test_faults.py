@@ -70,6 +70,8 @@ AROUND = replace(UNITS, seqlen_q=600, seqlen_k=1000 + 3, is_causal=False)
 HOPPER = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=512, head_dim=128, options={"window": 30})
 # Units that the copy engine brings, in segments of one q tile.
 BOXES = replace(HOPPER, segment=128, options={"unit": 8, "rank": "weight"})
+# Two blocks on a multiprocessor, which walk halves of key tiles; the last tile is not whole.
+HALVES = replace(HOPPER, seqlen_q=1080, segment=120, head_dim=64, options={"unit": 8, "rank": "weight"})
 # A key that the mean query puts last and some queries put first, by more than a weight can hold.
 RISING = replace(HOPPER, tau=0.0, options={"rank": "mean", "window": 30}, poison=("k", 100, -2000.0))
 
@@ -366,13 +368,31 @@ FAULTS = [
     ),
     *_faults(
         ("pass2_boxes_sm90", "pass2_boxes_tail_sm90"), BOXES,
-        ("a box of values stands in another's place", "output", "k_row = v_row = now < 0 && !kPaged ? kPastRows : now;",
-         "k_row = now < 0 ? kPastRows : now, v_row = k_row ^ 8;"),
-        ("all warps ask for the first one's boxes", "stop", "threadIdx.x / 32 * kBoxes + ", ""),
+        ("a box of values stands in another's place", "output",
+         "k_row[i] = v_row[i] = now < 0 && !kPaged ? kPastRows : now;",
+         "k_row[i] = now < 0 ? kPastRows : now, v_row[i] = k_row[i] ^ 8;"),
+        ("all warps ask for the first one's boxes", "stop",
+         "(threadIdx.x / 32 - Traits::kFirstProducer / 32) * kBoxes + ", ""),
         ("queries are those behind them", "stop", "columns * 64, first, head", "columns * 64, first + 1, head"),
         ("the first eight outputs are everybody's", "output", "first + Rows::of_head(key_row)", "first"),
         ("the state's output is not multiplied by l", "output", "Element::high(x[i]) * my.l[i % 2]",
          "Element::high(x[i])"),
+    ),
+    *_faults(
+        "pass2_sm90", HALVES,
+        ("the second half has the first one's keys", "stop",
+         "my.shared.k[my.k_ring.slot]), 0),\n                                 kHalf *",
+         "my.shared.k[my.k_ring.slot]), 0),\n                                 0 *"),
+        ("the second half has the first one's values", "output",
+         "Traits::kColumnsStride),\n                                 kHalf *",
+         "Traits::kColumnsStride),\n                                 0 *"),
+        ("a lane keeps the same rows twice", "stop", "key_row + i * kKept;\n      return nth_key",
+         "key_row;\n      return nth_key"),
+    ),
+    *_faults(
+        "pass2_sm90", replace(HALVES, tau=0.0),
+        ("the second half has as many keys as the first", "output",
+         "limit - half * Traits::kScoreKeys,", "limit - half / 2 * 2 * Traits::kScoreKeys,"),
     ),
     *_faults(
         "pass2_sm90", replace(HOPPER, block_m=64),  # of four warps that vote

@@ -263,7 +263,8 @@ def test_a_parameter_or_size_that_differs_from_python_s_does_not_compile(nvrtc, 
 
 
 @pytest.mark.parametrize("kernel", ["pass1_gathered_sm90-float16-d64-s2-paged", "pass2_sm90-bfloat16-d128-s2",
-                                    "pass2_sm90-bfloat16-d256-s2", "pass2_tail_sm90-bfloat16-d64-s2"])  # fmt: skip
+                                    "pass2_sm90-bfloat16-d256-s2", "pass2_tail_sm90-bfloat16-d64-s2",
+                                    "pass2_listed_sm90-float16-d64-s2-two"])  # fmt: skip
 def test_the_shared_memory_that_a_hopper_kernel_asks_for(nvrtc, kernel):
     """Is what C++ makes of it: all of the kernel's text but the kernel, which takes long, holds where that is so."""
     declared = render(next(k for k in ALL if k.name == kernel)).partition('extern "C" __global__')[0]

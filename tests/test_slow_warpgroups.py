@@ -1,5 +1,6 @@
-"""Warpgroups of NSA's Hopper kernels go their own ways and meet at barriers in memory: however slow one of them is, be
-it the one that copies, a call has the same bits. A delay is planted in each in turn."""
+"""Warpgroups of NSA's Hopper kernels, and of pass 2 with two blocks on a multiprocessor, go their own ways and meet at
+barriers in memory: however slow one of them is, be it the one that copies, a call has the same bits. A delay is planted
+in each in turn."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from conftest import has_gpu, has_hopper
 from nsa_cases import draw
 from test_gpu_nsa import DTYPES, attend
 
+from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.caches import clear_cache
 from s2o_cupy.cuda import compiler
 from s2o_cupy.nsa import NSAConfig
@@ -44,32 +46,71 @@ DELAYS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("delay", DELAYS, ids=str)
+# Of pass 2 with a head_dim of 64, where keys are gathered and where they come by boxes.
+PASS2_DELAYS = [
+    Delay(function, before, who)
+    for function in ("pass2_sm90", "pass2_boxes_sm90")
+    for before, who in (
+        *(("    issue_scores<1>(my, q);", f"my.group == {i}") for i in range(2)),
+        ("      if (tile > tiles) continue;", ""),
+    )
+]
+
+
+@pytest.mark.parametrize("delay", [*DELAYS, *PASS2_DELAYS], ids=str)
 def test_every_delay_has_its_place(delay):
     """Without a GPU: the sources still hold the lines that delays stand before."""
     kernel = next(kernel for kernel in kernels_for(90) if kernel.function == delay.function)
     assert delay.plant(compiler.render(kernel)) != compiler.render(kernel)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("delay", DELAYS, ids=str)
-def test_a_slow_warpgroup_changes_no_bit(delay, monkeypatch):
+def with_delay(delay, monkeypatch, run):
+    """What ``run`` returns with kernels as they are, and with the delay in them."""
     if not has_gpu():
         pytest.skip("no GPU: cupy.is_available() is False")
     if not has_hopper():
         pytest.skip("needs compute capability 9.0")
-    x = draw(np.random.default_rng(0), DTYPES["bfloat16"], LENGTH, heads=delay.heads, kv_heads=1, head_dim=128)
-    expected = attend(x, CONFIG)
-    good = compiler.render
-    monkeypatch.setattr(
-        compiler, "render",
-        lambda kernel: delay.plant(good(kernel)) if kernel.function == delay.function else good(kernel),
-    )  # fmt: skip
+    expected, good, planted = run(), compiler.render, []
+
+    def render(kernel):
+        if kernel.function != delay.function:
+            return good(kernel)
+        planted.append(kernel.name)
+        return delay.plant(good(kernel))
+
+    monkeypatch.setattr(compiler, "render", render)
     monkeypatch.setattr(compiler, "_loaded", {})
     clear_cache()
     try:
-        found = attend(x, CONFIG)
+        found = run()
     finally:
         clear_cache()
-    for one, other in zip(expected, found, strict=True):
+    assert planted
+    return expected, found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("delay", DELAYS, ids=str)
+def test_a_slow_warpgroup_changes_no_bit(delay, monkeypatch):
+    x = draw(np.random.default_rng(0), DTYPES["bfloat16"], LENGTH, heads=delay.heads, kv_heads=1, head_dim=128)
+    for one, other in zip(*with_delay(delay, monkeypatch, lambda: attend(x, CONFIG)), strict=True):
         assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("delay", PASS2_DELAYS, ids=str)
+def test_a_slow_warpgroup_of_pass2_changes_no_bit(delay, monkeypatch):
+    """Q tiles of up to some twenty key tiles, of which two are in shared memory."""
+    rng, by_boxes = np.random.default_rng(0), delay.function == "pass2_boxes_sm90"
+    host = [rng.standard_normal((1, heads, 3000, 64)).astype(DTYPES["bfloat16"]) for heads in (4, 2, 2)]
+    config = S2OConfig(rank="weight" if by_boxes else "mean", tail="none", tau=0.03, dense_up_to=0)
+
+    def run():
+        import cupy
+
+        q, k, v = map(cupy.asarray, host)
+        found = s2o_attention(q, k, v, config=config, return_lse=True)
+        return [cupy.asnumpy(x).tobytes() for x in found]
+
+    expected, found = with_delay(delay, monkeypatch, run)
+    assert expected == found

@@ -1,6 +1,7 @@
 // The Hopper attention tile (sm_90a): one producer warpgroup brings rows of q, k and v to shared memory, by the
 // copy engine or gathered with cp.async, two consumer warpgroups hold 64 query rows each and multiply with wgmma. With
-// q tiles of 64 rows there is one consumer, and a multiprocessor holds two blocks.
+// q tiles of 64 rows there is one consumer, and a multiprocessor holds two blocks; of pass 2 with a head_dim of 64 it
+// holds two with both consumers (TwoBlockTraits).
 // Blocks are persistent: each takes q tiles from a counter until none is left, and the producer runs ahead into the
 // next tile.
 //
@@ -72,13 +73,13 @@ __device__ __forceinline__ void attend_first_in_pages(const Params& params, type
 // One block of pass 2: rows of queries and of keys gathered as `Rows` says. `maps`: MappedUnits, of rows that come by boxes.
 template <class Traits, class Rows, class Params, class Maps = int>
 __device__ __forceinline__ void attend_second(const Params& params, typename Traits::Shared& shared, const Maps& maps = {}) {
-  static_assert(kFitsRegisters<Traits, kProducerRegisters<Traits>, kConsumerRegisters<Traits>>);
+  static_assert(Traits::kTwoBlocks || kFitsRegisters<Traits, kProducerRegisters<Traits>, kConsumerRegisters<Traits>>);
   initialise<Traits, true>(shared);
-  if (threadIdx.x < kWarpgroup) {
-    registers_shrink<kProducerRegisters<Traits>>();
+  if (Traits::kTwoBlocks ? warp_of_block() >= Traits::kConsumerWarps : threadIdx.x < kWarpgroup) {
+    if constexpr (!Traits::kTwoBlocks) registers_shrink<kProducerRegisters<Traits>>();
     produce_second<Traits, Rows>(params, shared, maps);
   } else {
-    registers_grow<kConsumerRegisters<Traits>>();
+    if constexpr (!Traits::kTwoBlocks) registers_grow<kConsumerRegisters<Traits>>();
     Consumer<Traits> my(shared, params);
     run_second<Rows>(my, params);
   }

@@ -34,12 +34,14 @@ struct HeadsOfPages {
   }
 };
 
-// A lane asks for a box, neighbouring keys of a unit. Each warp asks for a quarter of them: several ask faster than one.
+// A lane asks for a box, neighbouring keys of a unit. Each warp asks for its share: several ask faster than one.
 template <class Traits>
 struct BoxCopies {
-  static constexpr int kBoxes = Traits::kBlockN / Traits::kBoxKeys / (kWarpgroup / 32);  // of a warp
+  static constexpr int kBoxes = Traits::kBlockN / Traits::kBoxKeys / (Traits::kProducerThreads / 32);  // of a warp
   static constexpr uint32 kBoxBytes = Traits::kBoxKeys * Traits::kHeadDim * 2;
-  static __device__ __forceinline__ int box() { return threadIdx.x / 32 * kBoxes + threadIdx.x % 32 % kBoxes; }
+  static __device__ __forceinline__ int box() {
+    return (threadIdx.x / 32 - Traits::kFirstProducer / 32) * kBoxes + threadIdx.x % 32 % kBoxes;
+  }
   // The first key of this lane's box.
   static __device__ __forceinline__ int kept_row() { return box() * Traits::kBoxKeys; }
   static __device__ __forceinline__ void ask(const uint16* tile, const TensorMap& map, uint64& full, BoxAt at) {

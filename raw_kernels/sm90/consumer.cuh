@@ -61,10 +61,12 @@ struct Consumer {
   float kept_tau;
   LadderWalk<Traits, Traits::kDimTiles * 2, Traits::kConsumerThreads> ladder;
 
+  static constexpr int kFirstGroup = Traits::kFirstConsumer / kWarpgroup;  // of the block's warpgroups
   // `group` from one lane: the compiler then knows that a warp has one, and what describes its queries to wgmma stays
   // in uniform registers.
   __device__ __forceinline__ Consumer(typename Traits::Shared& shared_, const AttentionParams& params_)
-      : params(params_), group(__shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0)),
+      : params(params_),
+        group(__shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpgroup - kFirstGroup, 0)),
         lane(threadIdx.x % 32), shared(shared_) {
     first_row = group * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
     if (Traits::kTakesTurns && group == 1) named_arrive(kTurn, Traits::kConsumerThreads);  // the first goes first

@@ -106,7 +106,7 @@ __device__ __forceinline__ void run_second(Consumer<Traits>& my, const Params& a
     }
     wgmma_wait<0>();
     finished(my.s);
-    release_k(my);
+    if (!Traits::kTwoBlocks) release_k(my);
     softmax<false>(my, limit, rows);
     rescale(my);
     pack(my);
@@ -114,7 +114,12 @@ __device__ __forceinline__ void run_second(Consumer<Traits>& my, const Params& a
       release_v(my);
       if constexpr (kAddsTail<Traits>) barrier_arrive(my.shared.outputs_read);
     }
-    const int visited = walk<false>(my, nth, q, tiles, limit, rows);
+    int visited;
+    if constexpr (Traits::kTwoBlocks) {
+      visited = walk_in_halves(my, nth, q, tiles, limit, rows);
+    } else {
+      visited = walk<false>(my, nth, q, tiles, limit, rows);
+    }
     const int stop_checks = (visited + Traits::kTilesPerStopCheck - 1) / Traits::kTilesPerStopCheck;
     int stored[2];
     const auto find_stored = [&] {
@@ -124,7 +129,7 @@ __device__ __forceinline__ void run_second(Consumer<Traits>& my, const Params& a
     // After the products it would be a copy for each.
     if constexpr (kSkipsValues<Traits>) vote(my, rows, stop_checks - 1, nth);
     by_skips(my, [&](auto skips_of_last) {
-      issue_output<skips_of_last.value>(my);
+      issue_output<skips_of_last.value, false, Traits::kTwoBlocks ? 1 : 0>(my);
       if constexpr (!kSkipsValues<Traits>) vote(my, rows, stop_checks - 1, nth);
       my.voted += stop_checks;
       if constexpr (!kAddsTail<Traits>) find_stored();
@@ -152,9 +157,11 @@ __device__ __forceinline__ void run_second(Consumer<Traits>& my, const Params& a
         find_stored();  // not before, as a tail leaves no registers, nor after queries' place is free
         release(my, my.shared.q_empty[nth % Traits::kQueryPlaces]);
       }
+      if constexpr (Traits::kTwoBlocks)  // anew: registers do not suffice to keep it
+        tile = describe<Traits::kBlockN>(my.params, Rows(all, *static_cast<volatile int*>(&my.shared.q_tile[place])));
       store<false>(my, tile, stored, my.m, my.l);
       if constexpr (Rows::kListed) keep_listed_state(my, all, tile, stored);
-      const bool writes = Rows::kHeads == 1 ? threadIdx.x == kWarpgroup : threadIdx.x % kWarpgroup == 0;
+      const bool writes = Rows::kHeads == 1 ? threadIdx.x == Traits::kFirstConsumer : threadIdx.x % kWarpgroup == 0;
       if (writes) my.params.visited[tile.visited] = stop_checks;
     }
     barrier_arrive(my.shared.q_tile_empty[place]);

@@ -5,14 +5,19 @@
 namespace s2o {
 namespace sm90 {
 
-// Which rows of a tile of up to 128 a producer thread copies: kLanes threads a row, kRows rows of a warp at a time.
-// Each lane also keeps where one of the rows its kLanes threads copy lies, and the others get it by a shuffle.
+// Which rows of a tile of up to 128 a producer thread copies: kLanes threads a row, kRows rows of a warp at a time. Its
+// number is threadIdx.x % kWarpgroup, wherever in the block the producer stands.
+// Each lane also keeps where one of kKeptRows rows lies, and one of each so many more; the others get it by a shuffle.
 template <class Traits>
 struct CopyLayout {
   static constexpr int kHeadDim = Traits::kHeadDim;
   static constexpr int kLanes = kHeadDim / 8;
   static constexpr int kRows = 32 / kLanes;
-  static constexpr bool kFlips = kRows == 1;  // a pass is 4 rows further: every other one is swizzled otherwise
+  static constexpr int kPassRows = Traits::kProducerThreads / 32 * kRows;  // that all threads copy at a time
+  static constexpr int kKeptRows = kPassRows * kLanes;
+  static constexpr bool kFlips = kPassRows % 8 != 0;  // every other pass is swizzled otherwise
+  static constexpr int kOfKeys = (Traits::kBlockN + kKeptRows - 1) / kKeptRows;  // rows of a tile that a lane keeps
+  static constexpr int kOfQueries = (Traits::kBlockM + kKeptRows - 1) / kKeptRows;
 
   uint32 target;  // of this thread's first chunk in a tile of keys
   int chunk;      // its offset in a row, in elements
@@ -28,7 +33,7 @@ struct CopyLayout {
   // Bytes from a pass's rows to those of number `pass`, where kStride bytes lie between 8 rows and the next 8.
   template <int kStride>
   static __device__ __forceinline__ constexpr uint32 pass_bytes(int pass) {
-    return pass * 4 * kRows / 8 * kStride + pass * 4 * kRows % 8 * 128;
+    return pass * kPassRows / 8 * kStride + pass * kPassRows % 8 * 128;
   }
   // The same in a tile of queries, which are in atoms of 64 columns.
   __device__ __forceinline__ uint32 query_target() const {
@@ -37,22 +42,22 @@ struct CopyLayout {
     const int rows_apart = row / 8 * (kEightRows - Traits::kRowsStride);
     return target + threadIdx.x % kLanes / 8 * (Traits::kQueryAtom - Traits::kColumnsStride) + rows_apart;
   }
-  // The row of which this lane keeps it.
+  // The first row of which this lane keeps it; the next is kKeptRows further.
   static __device__ __forceinline__ int kept_row() {
     const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
-    return lane % kLanes * (4 * kRows) + thread / 32 * kRows + lane / kLanes;
+    return lane % kLanes * kPassRows + thread / 32 * kRows + lane / kLanes;
   }
-  // Starts the copy of kTileRows rows of queries (kOfQueries) or of keys; `kept`: where this lane's row lies (RowUnits), or
-  // kNoRow for zeros, which kFull excludes.
-  template <int kTileRows, bool kOfQueries, bool kFull>
-  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, uint32 kept) const {
+  // Starts the copy of kTileRows rows of queries (kQueries) or of keys; `kept`: where this lane's rows lie (RowUnits),
+  // or kNoRow for zeros, which kFull excludes.
+  template <int kTileRows, bool kQueries, bool kFull, int kKept>
+  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, const uint32 (&kept)[kKept]) const {
     uint64 base = __cvta_generic_to_global(data + chunk);
     asm volatile("" : "+l"(base));  // one address, not the terms of a sum: a row's is then one multiply-add away
 #pragma unroll
-    for (int pass = 0; pass < kTileRows / (4 * kRows); ++pass) {
-      const uint32 units = __shfl_sync(kFullWarp, kept, pass, kLanes);
-      const uint32 first = tile + (kOfQueries ? query_target() : target);
-      const uint32 further = pass_bytes<kOfQueries ? kEightRows : Traits::kRowsStride>(pass);
+    for (int pass = 0; pass < kTileRows / kPassRows; ++pass) {
+      const uint32 units = __shfl_sync(kFullWarp, kept[pass / kLanes], pass % kLanes, kLanes);
+      const uint32 first = tile + (kQueries ? query_target() : target);
+      const uint32 further = pass_bytes<kQueries ? kEightRows : Traits::kRowsStride>(pass);
       const uint32 to = (kFlips && pass % 2 ? first ^ 4 * 16 : first) + further;
       if (kFull) {
         cp_async_16(to, reinterpret_cast<const void*>(base + units * 16ull));
@@ -62,19 +67,27 @@ struct CopyLayout {
       }
     }
   }
-  template <int kTileRows, bool kOfQueries>
-  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, uint32 kept, bool full) const {
+  template <int kTileRows, bool kQueries, int kKept>
+  __device__ __forceinline__ void gather(uint32 tile, const uint16* data, const uint32 (&kept)[kKept],
+                                         bool full) const {
     if (full) {
-      gather<kTileRows, kOfQueries, true>(tile, data, kept);
+      gather<kTileRows, kQueries, true>(tile, data, kept);
     } else {
-      gather<kTileRows, kOfQueries, false>(tile, data, kept);
+      gather<kTileRows, kQueries, false>(tile, data, kept);
     }
   }
-  __device__ __forceinline__ void gather_keys(uint32 tile, const uint16* data, uint32 kept, bool full) const {
+  __device__ __forceinline__ void gather_keys(uint32 tile, const uint16* data, const uint32 (&kept)[kOfKeys],
+                                              bool full) const {
     gather<Traits::kBlockN, false>(tile, data, kept, full);
   }
-  __device__ __forceinline__ void gather_queries(uint32 tile, const uint16* data, uint32 kept, bool full) const {
+  __device__ __forceinline__ void gather_queries(uint32 tile, const uint16* data, const uint32 (&kept)[kOfQueries],
+                                                 bool full) const {
     gather<Traits::kBlockM, true>(tile, data, kept, full);
+  }
+  // Where a lane keeps one row.
+  __device__ __forceinline__ void gather_keys(uint32 tile, const uint16* data, uint32 kept, bool full) const {
+    const uint32 one[1] = {kept};
+    gather_keys(tile, data, one, full);
   }
 };
 

@@ -4,6 +4,11 @@
 
 namespace s2o {
 
+// Which warp of the block, in a way that tells the compiler that all of its lanes have the same number. What a branch by
+// it leads to may then keep numbers that are the same for a warp in its uniform registers; by threadIdx.x it takes each
+// thread's.
+__device__ __forceinline__ int warp_of_block() { return __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0); }
+
 // --- mbarriers ---
 __device__ __forceinline__ void barrier_init(uint64& barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");

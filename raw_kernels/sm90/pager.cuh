@@ -79,7 +79,7 @@ __device__ __forceinline__ void produce_from_pages(const Params& params, typenam
       if (tile == 0) {
         // From the tile's first row on, as 32 bits may not reach over all packed sequences.
         const uint16* q = params.q.at(described.batch, described.head_in_batch) + described.first * params.q.row;
-        const uint32 q_row = q_units(described.first + row < g.seqlen_q ? row : -1);
+        const uint32 q_row[1] = {q_units(described.first + row < g.seqlen_q ? row : -1)};
         barrier_wait(shared.q_empty[slot], (nth / kQueryPlaces & 1) ^ 1);
         layout.gather_queries(shared_address(shared.q[slot]), q, q_row,
                                         whole_rows && described.first + Traits::kBlockM <= g.seqlen_q);

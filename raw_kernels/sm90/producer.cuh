@@ -34,19 +34,38 @@ __device__ __forceinline__ void publish_next(Shared& shared, uint32 n) {
   });
 }
 
+// body(0), body(1), ..., kTimes of them. A loop of one turn gave other machine code than its body alone.
+template <int kTimes, class Body>
+__device__ __forceinline__ void each(const Body& body) {
+  if constexpr (kTimes > 1) each<kTimes - 1>(body);
+  body(kTimes - 1);
+}
+
 // Looks up the next q tile's rows and first keys early: nobody knows when this one will stop, and a lookup takes as
-// long as the copy it serves. `row`: the one this thread keeps; `key_row`: of a tile of keys.
-template <class Rows, class Params, class Shared>
-__device__ __forceinline__ void look_up_next(const Params& params, Shared& shared, int row, int key_row) {
-  named_sync(kNext, kWarpgroup);  // take_next is done
+// long as the copy it serves. `row`: the first one this thread keeps; `key_row`: of a tile of keys, kKeyRows of them.
+template <class Traits, class Rows, int kKeyRows, class Params>
+__device__ __forceinline__ void look_up_next(const Params& params, typename Traits::Shared& shared, int row,
+                                             int key_row) {
+  using Layout = CopyLayout<Traits>;
+  named_sync(kNext, Traits::kProducerThreads);  // take_next is done
   if (shared.next.q_tile >= 0) {
-    const int thread = threadIdx.x % kWarpgroup;
-    const bool present = Rows::of_head(row) < shared.next.rows;
-    shared.next.row[thread] =
-        present ? shared.next.begin + Rows::query(params.geometry, shared.next.q_order, row) : -1;
-    shared.next.unit[thread] = key_row < shared.next.keys ? Rows::unit(params, shared.next.k_order, key_row) : -1;
+    const int thread = threadIdx.x % kWarpgroup;  // of the producer
+    const auto look_up_row = [&](int row, int& to) {
+      const bool present = Rows::of_head(row) < shared.next.rows;
+      to = present ? shared.next.begin + Rows::query(params.geometry, shared.next.q_order, row) : -1;
+    };
+    const auto look_up_unit = [&](int key_row, int& to) {
+      to = key_row < shared.next.keys ? Rows::unit(params, shared.next.k_order, key_row) : -1;
+    };
+    each<Layout::kOfQueries>([&](int i) {
+      look_up_row(row + i * Layout::kKeptRows, shared.next.row[thread + i * Traits::kProducerThreads]);
+    });
+    each<kKeyRows>([&](int i) {
+      look_up_unit(key_row + i * Layout::kKeptRows, shared.next.unit[thread + i * Traits::kProducerThreads]);
+    });
   }
-  named_sync(kNext, kWarpgroup);  // everybody has read what the next take_next writes: a q tile may be that short
+  // Everybody has read what the next take_next writes: a q tile may be that short.
+  named_sync(kNext, Traits::kProducerThreads);
 }
 
 // `maps`: MappedUnits, where rows come by boxes (Traits::kByBoxes).
@@ -63,13 +82,18 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
   constexpr bool kTakesLate = kWalksLadder<Traits>;
   const Geometry& g = params.geometry;
   const Pages& pages = params.pages;
-  const CopyLayout<Traits> layout(g.head_dim);
+  using Layout = CopyLayout<Traits>;
+  // Rows that a thread looks up: of queries, and of a tile of keys.
+  constexpr int kFirst = Traits::kFirstProducer, kThreads = Traits::kProducerThreads;
+  constexpr int kQueryRows = Layout::kOfQueries, kKept = Layout::kKeptRows;
+  constexpr int kKeyRows = kByBoxes ? 1 : Layout::kOfKeys;
+  const Layout layout(g.head_dim);
   const int row = layout.kept_row(), thread = threadIdx.x % kWarpgroup;
   const int key_row = kByBoxes ? BoxCopies<Traits>::kept_row() : row;
   constexpr int kRows = kBlockM / Rows::kHeads;  // of a head
   const RowUnits<false> q_units(pages, params.q);
   const RowUnits<kPaged> k_units(pages, params.k), v_units(pages, params.v);
-  const auto query_units = [&](int position) {
+  const auto query_units = [&](int position, int row) {
     if constexpr (Rows::kHeads > 1) {
       auto q = params.q;
       asm volatile("" : "+l"(q.row), "+l"(q.head));
@@ -111,24 +135,35 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
     const uint16 *k = head_rows<kPaged>(params.k, batch, kv_head), *v = head_rows<kPaged>(params.v, batch, kv_head);
     const int count = rows.keys(g), tiles = (count + kBlockN - 1) / kBlockN;
     const int* order = rows.key_order(params);
-    // Of the key that this thread looks up for a tile: its unit, a load that is waited for by who asks for its key.
-    const auto unit = [&](int tile) {
-      const int i = tile * kBlockN + key_row;
-      return i < count ? Rows::unit(params, order, i) : -1;
+    // Of this thread's key number i of a tile: its unit, a load that is waited for by who asks for the key.
+    const auto unit = [&](int tile, int i) {
+      const int nth_key = tile * kBlockN + key_row + i * kKept;
+      return nth_key < count ? Rows::unit(params, order, nth_key) : -1;
     };
-    const auto key = [&](int unit, int tile) { return Rows::key(params, unit, tile * kBlockN + key_row); };
+    const auto key = [&](int unit, int tile, int i) {
+      return Rows::key(params, unit, tile * kBlockN + key_row + i * kKept);
+    };
 
-    const int position = nth == 0 ? rows(row) : shared.next.row[threadIdx.x];
-    int ahead = nth == 0 ? unit(0) : shared.next.unit[threadIdx.x];  // the next unit, on its way
-    uint32 k_row, v_row = kNoRow;
-    [[maybe_unused]] int paged_key, page;  // kPaged: the key before that unit's, and its page, on its way too
+    int position[kQueryRows], ahead[kKeyRows];  // ahead: the next units, on their way
+    each<kQueryRows>([&](int i) {
+      position[i] = nth == 0 ? rows(row + i * kKept) : shared.next.row[threadIdx.x - kFirst + i * kThreads];
+    });
+    each<kKeyRows>([&](int i) {
+      ahead[i] = nth == 0 ? unit(0, i) : shared.next.unit[threadIdx.x - kFirst + i * kThreads];
+    });
+    uint32 k_row[kKeyRows], v_row[kKeyRows];
+    each<kKeyRows>([&](int i) { v_row[i] = kNoRow; });
+    // kPaged: the keys before those units', and their pages, on their way too
+    [[maybe_unused]] int paged_key[kKeyRows], page[kKeyRows];
     const auto look_up_page = [&](int tile) {
-      paged_key = key(ahead, tile);
+      each<kKeyRows>([&](int i) { paged_key[i] = key(ahead[i], tile, i); });
       int table = table_row;
       if constexpr (kSkipsValues<Traits> || Traits::kHeadDim > 128)
         asm volatile("" : "+r"(table));  // registers do not suffice to keep its address
-      page = pages.page(pages.of(table), paged_key);
-      ahead = unit(tile + 1);
+      each<kKeyRows>([&](int i) {
+        page[i] = pages.page(pages.of(table), paged_key[i]);
+        ahead[i] = unit(tile + 1, i);
+      });
     };
     if constexpr (kPaged) look_up_page(0);
     // Where the box of `x` begins whose first row is `row`: a slot of a paged cache, or a position.
@@ -149,20 +184,25 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
           tile > kStages + 2 * (kTilesPerStopCheck - 1) && (tile - kStages + 1) % kTilesPerStopCheck == 0;
       if (at_stop_check && all_voted_to_stop<Traits>(shared, voted + (tile - kStages + 1) / kTilesPerStopCheck - 2)) break;
       if (tile > tiles) continue;
-      const uint32 v_before = v_row;
+      uint32 v_before[kKeyRows];
+      each<kKeyRows>([&](int i) { v_before[i] = v_row[i]; });
       if (tile < tiles) {
-        const int now = kPaged ? pages.slot_in(page, paged_key) : key(ahead, tile);
-        if constexpr (kByBoxes) {
-          k_row = v_row = now < 0 && !kPaged ? kPastRows : now;
-        } else {
-          k_row = k_units(now);
-          v_row = value_units(now);
-          asm volatile("" : "+r"(k_row), "+r"(v_row));  // before the wait, not after it
-        }
-        if (!kPaged && tile + 1 < tiles) ahead = unit(tile + 1);
+        each<kKeyRows>([&](int i) {
+          const int now = kPaged ? pages.slot_in(page[i], paged_key[i]) : key(ahead[i], tile, i);
+          if constexpr (kByBoxes) {
+            k_row[i] = v_row[i] = now < 0 && !kPaged ? kPastRows : now;
+          } else {
+            uint32 of_keys = k_units(now), of_values = value_units(now);
+            asm volatile("" : "+r"(of_keys), "+r"(of_values));  // before the wait, not after it
+            k_row[i] = of_keys;
+            v_row[i] = of_values;
+          }
+          if (!kPaged && tile + 1 < tiles) ahead[i] = unit(tile + 1, i);
+        });
         barrier_wait(shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
         if constexpr (kByBoxes) {
-          BoxCopies<Traits>::bring(shared.k[k_ring.slot], maps.k, shared.k_full[k_ring.slot], box_at(params.k, k_row));
+          BoxCopies<Traits>::bring(shared.k[k_ring.slot], maps.k, shared.k_full[k_ring.slot],
+                                   box_at(params.k, k_row[0]));
         } else {
           layout.gather_keys(shared_address(shared.k[k_ring.slot]), k, k_row, full(tile));
           barrier_arrive_after_copies(shared.k_full[k_ring.slot]);
@@ -172,10 +212,12 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
       }
       if (tile == 0) {
         barrier_wait(shared.q_empty[slot], nth_parity ^ 1);
-        if (kBlockM == kWarpgroup || row < kBlockM) shared.rows[nth % 2][row] = position;
+        each<kQueryRows>([&](int i) {
+          if (kBlockM % kKept == 0 || row < kBlockM) shared.rows[nth % 2][row + i * kKept] = position[i];
+        });
         if constexpr (kByBoxes) {
           const int head = rows.head_in_batch(params.heads), first = rows.first_query();
-          if (threadIdx.x == 0) {
+          if (threadIdx.x == kFirst) {
             barrier_expect(shared.q_full[slot], sizeof(shared.q[0]));
             for (int i = 0; i < Rows::kHeads * (Traits::kHeadDim / 64); ++i) {
               const int nth_head = i % Rows::kHeads, columns = i / Rows::kHeads;
@@ -192,22 +234,24 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
             v_ring.advance();
           }
         } else {
-          layout.gather_queries(shared_address(shared.q[slot]), params.q.at(batch, rows.head_in_batch(params.heads)),
-                                query_units(position), whole_rows && rows.count == kRows);
+          const uint16* queries = params.q.at(batch, rows.head_in_batch(params.heads));
+          uint32 q_row[kQueryRows];
+          each<kQueryRows>([&](int i) { q_row[i] = query_units(position[i], row + i * kKept); });
+          layout.gather_queries(shared_address(shared.q[slot]), queries, q_row, whole_rows && rows.count == kRows);
           barrier_arrive_after_copies(shared.q_full[slot]);
           barrier_arrive(shared.q_full[slot]);
         }
-        if (!kTakesLate && threadIdx.x == 0) take_next<Rows>(params, shared);
-        if (Rows::kListed && tiles == 0) look_up_next<Rows>(params, shared, row, key_row);
+        if (!kTakesLate && threadIdx.x == kFirst) take_next<Rows>(params, shared);
+        if (Rows::kListed && tiles == 0) look_up_next<Traits, Rows, kKeyRows>(params, shared, row, key_row);
       } else {
         barrier_wait(shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
         if constexpr (kByBoxes) {
-          const BoxAt at = box_at(params.v, v_before);
+          const BoxAt at = box_at(params.v, v_before[0]);
           if (kMayCut && tile * kBlockN > count && count % Traits::kBoxKeys != 0) {
             auto values = params.v;
             asm volatile("" : "+l"(values.row), "+l"(values.head), "+l"(values.batch));  // registers do not suffice to keep them
             const auto rows_of_box = [&] {
-              const int64 before = kPaged ? pages.offset(values, v_before) : v_before * values.row;
+              const int64 before = kPaged ? pages.offset(values, v_before[0]) : v_before[0] * values.row;
               return head_rows<kPaged>(values, batch, kv_head) + before;
             };
             BoxCopies<Traits>::bring_cut(shared.v[v_ring.slot], maps.v, shared.v_full[v_ring.slot], at,
@@ -220,7 +264,7 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
           barrier_arrive_after_copies(shared.v_full[v_ring.slot]);
         }
         v_ring.advance();
-        if (!kTakesLate && tile == 1) look_up_next<Rows>(params, shared, row, key_row);
+        if (!kTakesLate && tile == 1) look_up_next<Traits, Rows, kKeyRows>(params, shared, row, key_row);
       }
     }
     const int stop_checks =
@@ -295,11 +339,11 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
       }
     }
     if (kTakesLate) {
-      if (threadIdx.x == 0) take_next<Rows>(params, shared);
-      look_up_next<Rows>(params, shared, row, key_row);
+      if (threadIdx.x == kFirst) take_next<Rows>(params, shared);
+      look_up_next<Traits, Rows, kKeyRows>(params, shared, row, key_row);
     }
     // Rows of the q tile before this one are read until it is done, and there is room for two.
-    if (threadIdx.x == 0) publish_next(shared, nth + 1);
+    if (threadIdx.x == kFirst) publish_next(shared, nth + 1);
   }
 }
 

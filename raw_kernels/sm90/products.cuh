@@ -5,12 +5,13 @@
 namespace s2o {
 namespace sm90 {
 
-// s = q k^T of the next key tile, in flight.
-template <class Traits>
+// s = q k^T of the next key tile, in flight; of TwoBlockTraits of one half of it.
+template <int kHalf = 0, class Traits>
 __device__ __forceinline__ void issue_scores(Consumer<Traits>& my, uint32 q) {
-  barrier_wait(my.shared.k_full[my.k_ring.slot], my.k_ring.parity);
+  if (kHalf == 0) barrier_wait(my.shared.k_full[my.k_ring.slot], my.k_ring.parity);
   await_turn(my);
-  const uint32 k = tile_descriptor(shared_address(my.shared.k[my.k_ring.slot]), 0);
+  const uint32 k = descriptor_at(tile_descriptor(shared_address(my.shared.k[my.k_ring.slot]), 0),
+                                 kHalf * Traits::kKeyTiles * Traits::kRowsStride);
   wgmma_fence();
 #pragma unroll
   for (int c = 0; c < Traits::kHeadDim / 16; ++c) {
@@ -28,11 +29,12 @@ template <class Traits>
 constexpr int kAfterTurn = Traits::kHeadDim == 64 ? 2 : 1;
 
 // acc += p v of the next value tile, in flight. kSkips: a bit for each block of it that is left out. kPassesTurn: passes
-// this warpgroup's turn.
-template <uint32 kSkips = 0, bool kPassesTurn = false, class Traits>
+// this warpgroup's turn. kHalf: as above.
+template <uint32 kSkips = 0, bool kPassesTurn = false, int kHalf = 0, class Traits>
 __device__ __forceinline__ void issue_output(Consumer<Traits>& my) {
-  barrier_wait(my.shared.v_full[my.v_ring.slot], my.v_ring.parity);
-  const uint32 v = tile_descriptor(shared_address(my.shared.v[my.v_ring.slot]), Traits::kColumnsStride);
+  if (kHalf == 0) barrier_wait(my.shared.v_full[my.v_ring.slot], my.v_ring.parity);
+  const uint32 v = descriptor_at(tile_descriptor(shared_address(my.shared.v[my.v_ring.slot]), Traits::kColumnsStride),
+                                 kHalf * Traits::kKeyTiles * Traits::kRowsStride);
   wgmma_fence();
 #pragma unroll
   for (int j = 0; j < Traits::kKeyTiles; j += 2) {

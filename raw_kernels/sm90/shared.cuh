@@ -82,6 +82,9 @@ struct Traits {
   static constexpr int kConsumerWarps = kConsumers * 4;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroup;
   static constexpr bool kTakesTurns = kConsumers == 2;  // warpgroups issue their products in turn
+  static constexpr bool kTwoBlocks = false;  // see TwoBlockTraits
+  static constexpr int kProducerThreads = kWarpgroup;
+  static constexpr int kFirstConsumer = kWarpgroup, kFirstProducer = 0;  // threads of the block
   static constexpr int kHeadDim = kHeadDim_;  // head_dim rounded up; the columns past head_dim are zeros
   static constexpr int kStages = kStages_;    // key and value tiles in shared memory
   static constexpr bool kPaged = kPaged_;     // k and v are a paged cache
@@ -97,7 +100,8 @@ struct Traits {
   // blocks on a multiprocessor have room for key tiles of 64.
   static constexpr int kBlockN = kHeadDim > 128 || kConsumers == 1 ? 64 : 128;
   static constexpr int kQueryPlaces = kHeadDim > 128 ? 1 : 2;
-  static constexpr int kKeyTiles = kBlockN / 8;  // of 8 keys, the columns of a wgmma tile that a quad shares
+  static constexpr int kScoreKeys = kBlockN;        // whose scores a consumer has at a time
+  static constexpr int kKeyTiles = kScoreKeys / 8;  // of 8 keys, the columns of a wgmma tile that a quad shares
   static constexpr int kTilesPerStopCheck = kStopCheckKeys / kBlockN;  // key tiles
   static constexpr int kQueryAtom = kBlockM * 128, kKeyAtom = kBlockN * 128;  // bytes of 64 columns of a tile
   // In a tile of k or v: bytes from 8 rows to the next 8, and from 64 columns to the next 64.
@@ -143,6 +147,19 @@ struct BoxTraits : WholeRowTraits<Element, kHeadDim, kStages, kPaged, kBlockM> {
   static constexpr bool kBringsOutputs = kHeadDim == 128;
 };
 
+// The same of head_dim 64 with two blocks on a multiprocessor, so that four warpgroups fill each other's waits: their
+// products are short. For that a block has a producer of two warps, behind the consumers, no thread more than 96
+// registers, and a consumer the scores of half a key tile at a time.
+template <class Of>
+struct TwoBlockTraits : Of {
+  static constexpr int kHeadDim = Of::kHeadDim;
+  static_assert(kHeadDim == 64, "96 registers hold outputs of 64 dims and scores of 64 keys");
+  static_assert(Of::kConsumerThreads % kWarpgroup == 0, "CopyLayout numbers the producer's threads");
+  static constexpr bool kTwoBlocks = true, kTakesTurns = false;
+  static constexpr int kProducerThreads = 64, kFirstConsumer = 0, kFirstProducer = Of::kConsumerThreads;
+  static constexpr int kScoreKeys = 64, kKeyTiles = kScoreKeys / 8;
+};
+
 // The same for pass 1 by tensor maps. Products of head_dim 64 are so short that waiting for a turn costs more than it
 // brings; in pass 2 it does not, and pass 1 that gathers has not been measured without.
 template <class Traits>
@@ -184,6 +201,14 @@ __device__ __forceinline__ bool all_voted_to_stop(typename Traits::Shared& share
   const uint64 votes = votes_at(shared, n);
   return kWalksLadder<Traits> || !kAllBytes ? (votes & kOnes) == kOnes : votes == kOnes;
 }
+// The same for a warp of consumers that take no turns, read by the lane that votes for it: its own arrivals put the read
+// before later votes, as race detectors see it too.
+template <class Shared>
+__device__ __forceinline__ bool first_lane_sees_stop(Shared& shared, uint32 n, int lane) {
+  barrier_wait(shared.voted[n % kVoteSlots], n / kVoteSlots & 1);
+  const volatile uint64* votes = &shared.votes[n % kVoteSlots];
+  return __any_sync(kFullWarp, lane == 0 && *votes == 0x0101010101010101ull);
+}
 // Of a ladder: the taus at which every row stops there.
 template <class Traits>
 __device__ __forceinline__ uint32 ladder_stops(typename Traits::Shared& shared, uint32 n) {
@@ -203,7 +228,7 @@ constexpr int kCheckers = kGathers ? 3 : 2;
 template <class Traits, bool kGathers>
 __device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
   if (threadIdx.x == 0) {
-    constexpr int kCopiers = kGathers ? kWarpgroup : 1;
+    constexpr int kCopiers = kGathers ? Traits::kProducerThreads : 1;
     for (int s = 0; s < 2; ++s) {
       // Each gathering thread arrives for the positions it wrote, and for its copies of queries.
       barrier_init(shared.q_full[s], Traits::kByBoxes ? kCopiers : kGathers ? 2 * kCopiers : 1);
@@ -215,12 +240,13 @@ __device__ __forceinline__ void initialise(typename Traits::Shared& shared) {
     for (int s = 0; s < kPlaces; ++s) {
       barrier_init(shared.q_tile_full[s], 1);
       // Every thread that reads arrives: once a q tile that costs nothing, and race detectors follow it.
-      constexpr int kProducers = kGathers ? kWarpgroup : 32 * kCheckers<false> + (Traits::kPaged ? 32 : 1);
+      constexpr int kProducers =
+          kGathers ? Traits::kProducerThreads : 32 * kCheckers<false> + (Traits::kPaged ? 32 : 1);
       barrier_init(shared.q_tile_empty[s], 32 * Traits::kConsumerWarps + kProducers);
     }
     for (int s = 0; s < Traits::kStages; ++s) {
       // By boxes each warp arrives, also those that copy nothing: none of them may fall behind the votes.
-      constexpr int kOfKeys = Traits::kByBoxes ? kWarpgroup / 32 : kCopiers;
+      constexpr int kOfKeys = Traits::kByBoxes ? Traits::kProducerThreads / 32 : kCopiers;
       barrier_init(shared.k_full[s], kOfKeys);
       barrier_init(shared.v_full[s], kOfKeys);
       barrier_init(shared.k_empty[s], Traits::kConsumerWarps);

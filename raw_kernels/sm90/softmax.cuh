@@ -33,7 +33,7 @@ __device__ __forceinline__ void cap(Consumer<Traits>& my) {
 template <bool kCausal, class Traits>
 __device__ __forceinline__ void mask(Consumer<Traits>& my, int limit) {
   const bool causal = kCausal && my.params.geometry.is_causal;
-  const bool masked = limit + (causal ? my.group * 64 : 0) < Traits::kBlockN;
+  const bool masked = limit + (causal ? my.group * 64 : 0) < Traits::kScoreKeys;
   if (masked) {
 #pragma unroll
     for (int j = 0; j < Traits::kKeyTiles; ++j)
@@ -88,23 +88,41 @@ __device__ __forceinline__ float in_own_register(float x) {
   return x;
 }
 
+// The unscaled score up to which m need not move. Not negative: then bits compare like numbers.
+template <class Traits>
+__device__ __forceinline__ float ceiling_above(const Consumer<Traits>& my, float m) {
+  return fmaxf(__fdividef(m + kHeadroom, my.params.scale_log2), 0.f);
+}
+template <class Traits>
+constexpr bool kKeepsCeiling = !Traits::kTwoBlocks;  // or works it out anew
+template <class Traits>
+__device__ __forceinline__ float ceiling_of(const Consumer<Traits>& my, int h) {
+  return kKeepsCeiling<Traits> ? my.ceiling[h] : ceiling_above(my, my.m[h]);
+}
+
 // Does a row with this m have a ceiling? Neither far below 0 nor where weigh rounds products first.
 template <class Traits>
 __device__ __forceinline__ bool settles(float m) {
   return m >= -kDepth<Traits> && m <= kLarge;
 }
 
-// Turns the scores of key tile j into weights, exp2(s * scale - base) in both rows, and adds these to `sum`. Four partial
-// sums a row keep the pipeline full: of a multiprocessor's quarter one warp is here at a time.
+// Partial sums of a row, which keep the pipeline full: of a multiprocessor's quarter one warp is here at a time; with
+// two blocks two are, which have few registers.
+template <class Traits>
+constexpr int kSums = Traits::kTwoBlocks ? 2 : 4;
+__device__ __forceinline__ float total(const float (&sum)[2]) { return sum[0] + sum[1]; }
+__device__ __forceinline__ float total(const float (&sum)[4]) { return (sum[0] + sum[1]) + (sum[2] + sum[3]); }
+
+// Turns the scores of key tile j into weights, exp2(s * scale - base) in both rows, and adds these to `sum`.
 template <class Traits>
 __device__ __forceinline__ void weigh(Consumer<Traits>& my, int j, const float (&scale)[2], const float (&base)[2],
-                                      float (&sum)[2][4]) {
+                                      float (&sum)[2][kSums<Traits>]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float &x = my.s[j * 4 + 2 * h], &y = my.s[j * 4 + 2 * h + 1];
     x = exp2_approx(fmaf(x, scale[h], -base[h]));
     y = exp2_approx(fmaf(y, scale[h], -base[h]));
-    sum[h][j % 4] += x + y;
+    sum[h][j % kSums<Traits>] += x + y;
   }
 }
 
@@ -153,15 +171,14 @@ __device__ __forceinline__ void weigh(Consumer<Traits>& my) {
   for (int h = 0; h < 2; ++h) {
     highest[h] = fmaxf(highest[h], __shfl_xor_sync(kFullWarp, highest[h], 1));
     highest[h] = fmaxf(highest[h], __shfl_xor_sync(kFullWarp, highest[h], 2));
-    const bool stays = kSettled && settles<Traits>(my.m[h]) && highest[h] <= my.ceiling[h];
+    const bool stays = kSettled && settles<Traits>(my.m[h]) && highest[h] <= ceiling_of(my, h);
     const float x = stays ? my.m[h] : fmaxf(my.m[h], highest[h] * my.params.scale_log2);
     base[h] = x == -infinity() ? 0.f : x;
     my.rescale_by[h] = exp2_approx(my.m[h] - base[h]);
     my.m[h] = x;
     my.l[h] *= my.rescale_by[h];
     large[h] = fabsf(base[h]) > kLarge;
-    // Not negative: then bits compare like numbers.
-    if constexpr (kSettles) my.ceiling[h] = fmaxf(__fdividef(x + kHeadroom, my.params.scale_log2), 0.f);
+    if constexpr (kSettles && kKeepsCeiling<Traits>) my.ceiling[h] = ceiling_above(my, x);
   }
   if constexpr (kSettles) {
     my.settled = __all_sync(kFullWarp, settles<Traits>(my.m[0]) && settles<Traits>(my.m[1]));
@@ -183,12 +200,12 @@ __device__ __forceinline__ void weigh(Consumer<Traits>& my) {
         for (int e = 2 * h; e < 2 * h + 2; ++e) my.s[j * 4 + e] = __fmul_rn(my.s[j * 4 + e], before);
     }
   }
-  float sum[2][4] = {};
+  float sum[2][kSums<Traits>] = {};
 #pragma unroll
   for (int j = 0; j < Traits::kKeyTiles; ++j) weigh(my, j, scale, base, sum);
 #pragma unroll
   for (int h = 0; h < 2; ++h)
-    my.mass[h] = my.mass[h] * my.rescale_by[h] + ((sum[h][0] + sum[h][1]) + (sum[h][2] + sum[h][3]));
+    my.mass[h] = my.mass[h] * my.rescale_by[h] + total(sum[h]);
 }
 
 // Turns scores into weights and moves m and mass to the new maximum. Row r sees `limit` keys of this tile, or
@@ -213,7 +230,7 @@ __device__ __forceinline__ bool settled_softmax(Consumer<Traits>& my, int limit,
   bool above = !my.settled;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int highest = __float_as_int(my.ceiling[h]);
+    const int highest = __float_as_int(ceiling_of(my, h));
     int top = highest;
 #pragma unroll
     for (int j = 0; j < Traits::kKeyTiles; ++j) top = largest_bits(top, my.s[j * 4 + 2 * h], my.s[j * 4 + 2 * h + 1]);
@@ -224,11 +241,11 @@ __device__ __forceinline__ bool settled_softmax(Consumer<Traits>& my, int limit,
     return true;
   }
   const float scale[2] = {my.params.scale_log2, my.params.scale_log2}, base[2] = {my.m[0], my.m[1]};
-  float sum[2][4] = {};
+  float sum[2][kSums<Traits>] = {};
 #pragma unroll
   for (int j = 0; j < Traits::kKeyTiles; ++j) weigh(my, j, scale, base, sum);
 #pragma unroll
-  for (int h = 0; h < 2; ++h) my.mass[h] += (sum[h][0] + sum[h][1]) + (sum[h][2] + sum[h][3]);
+  for (int h = 0; h < 2; ++h) my.mass[h] += total(sum[h]);
   return false;
 }
 

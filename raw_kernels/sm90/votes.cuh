@@ -5,8 +5,9 @@
 namespace s2o {
 namespace sm90 {
 
+// Or has no register for it.
 template <class Traits>
-constexpr bool kKeepsTau = Traits::kHeadDim <= 128 || kWalksLadder<Traits>;  // with 256 registers are too few
+constexpr bool kKeepsTau = (Traits::kHeadDim <= 128 && !Traits::kTwoBlocks) || kWalksLadder<Traits>;
 
 // Stop check number `n` of the q tile number `nth`.
 template <class Traits>
@@ -20,7 +21,7 @@ __device__ __forceinline__ void vote(Consumer<Traits>& my, int rows, uint32 n, u
     small = __all_sync(kFullWarp, stop_check(my, rows, tau));
   }
   if (my.lane == 0) {
-    const int warp = threadIdx.x / 32 - 4, visited = static_cast<int>(n + 1) * kStopCheckKeys;
+    const int warp = threadIdx.x / 32 - Traits::kFirstConsumer / 32, visited = static_cast<int>(n + 1) * kStopCheckKeys;
     // Until its least keys have been visited a tile stops only after several such checks in a row; each warp counts its own.
     if constexpr (!kWalksLadder<Traits> && !kSkipsValues<Traits>) {
       const int in_a_row = small ? (n == 0 ? 0 : my.shared.in_a_row[warp]) + 1 : 0;

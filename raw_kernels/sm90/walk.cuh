@@ -99,5 +99,38 @@ __device__ __forceinline__ int walk(Consumer<Traits>& my, uint32 nth, uint32 q, 
   return tile;
 }
 
+// The same of pass 2 with two blocks on a multiprocessor, from the second half of the first key tile on: one product
+// after the other, as other warpgroups fill its waits. The output of the last half is not issued yet.
+template <class Traits>
+__device__ __forceinline__ int walk_in_halves(Consumer<Traits>& my, uint32 nth, uint32 q, int tiles, int limit,
+                                              int rows) {
+  const auto weigh_half = [&](int half) {  // counted over all tiles
+    wgmma_wait<0>();
+    finished(my.s);
+    if (half % 2 == 1) release_k(my);
+    if (settled_softmax(my, limit - half * Traits::kScoreKeys, rows, half)) rescale(my);
+    pack(my);
+  };
+  int tile = 0;
+  for (;;) {
+    issue_output(my);
+    wgmma_wait<0>();
+    finished(my.acc);
+    issue_scores<1>(my, q);
+    weigh_half(2 * tile + 1);
+    if (++tile >= tiles) break;
+    if (tile >= 2 && first_lane_sees_stop(my.shared, my.voted + tile - 2, my.lane)) break;
+    issue_output<0, false, 1>(my);
+    vote(my, rows, tile - 1, nth);  // here, as it runs under the product
+    wgmma_wait<0>();
+    finished(my.acc);
+    release_v(my);
+    issue_scores(my, q);
+    weigh_half(2 * tile);
+  }
+  if constexpr (!kAddsTail<Traits>) release(my, my.shared.q_empty[nth % Traits::kQueryPlaces]);
+  return tile;
+}
+
 }  // namespace sm90
 }  // namespace s2o

@@ -39,6 +39,7 @@ class Inputs:
     aligned: bool = True  # every row of q, k, v and out starts on 16 bytes
     paged: bool = False  # k and v are a paged cache
     softcap: bool = False  # scores are capped
+    wants_tail: bool = False  # S2O's unvisited candidates would count
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +119,8 @@ class Kernel:
             parts.append(f"m{self.block_m}")
         if "{stages}" in traits:
             parts.append(f"s{self.stages}")
+        if "TwoBlock" in traits:
+            parts.append("two")  # blocks on a multiprocessor
         if "{step}" in traits and self.step != 64:
             parts.append(f"k{self.step}")
         if "{group}" in traits:

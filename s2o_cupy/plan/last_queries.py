@@ -187,7 +187,8 @@ class LastQueries:
             lists["shared_heads"] = heads
         chunk = Chunk(0, heads, 0, piece.segments, self.group, near_heads(problem, heads), 0, 0)
         page_size = 1 << build.pages["shift"] if s.inputs.paged else 0
-        kernel = s.path.listed(s.path.pass2(s.inputs, s.limits, s.config.block_m))
+        inputs = replace(s.inputs, wants_tail=False)  # which lists have none of
+        kernel = s.path.listed(s.path.pass2(inputs, s.limits, s.config.block_m))
         kernel = s.path.by_boxes(kernel, self.unit, problem.head_dim, page_size)
         of_parts, further = self._of_parts(build, piece, problem), self._further(build, piece, part)
         return attention_launch(

@@ -192,7 +192,8 @@ def make_plan(
     of_pass = config if isinstance(config, Pass) else config.of_pass
     geometry = problem.geometry(replace(of_pass, segment=None) if dense else of_pass)
     path, reason = choose_path(problem, of_pass, limits, aligned, compact)
-    inputs = Inputs(problem.dtype, padded_head_dim(problem.head_dim), aligned, paged, problem.softcap > 0)
+    wants_tail = isinstance(config, S2OConfig) and config.wants_tail
+    inputs = Inputs(problem.dtype, padded_head_dim(problem.head_dim), aligned, paged, problem.softcap > 0, wants_tail)
     tiles = geometry.block_count(of_pass.block_m)
     pass1_tiles = geometry.block_count(path.pass1_rows(inputs.head_dim, limits))
     heads = problem.batch * problem.heads

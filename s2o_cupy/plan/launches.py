@@ -70,9 +70,8 @@ def launches(
         for i, chunk in enumerate(plan.chunks):
             found += plan.method.before_pass2(build, chunk)
             further = {"next_q_tile": 4 * (1 + i)}
-            found.append(
-                attention_launch(build, "pass2", pass2, plan.of_pass, plan.grid(chunk), further, maps=maps, **more)
-            )
+            grid = plan.grid(chunk, pass2)
+            found.append(attention_launch(build, "pass2", pass2, plan.of_pass, grid, further, maps=maps, **more))
             if adds_tail:
                 found += plan.method.after_pass2(build, chunk)
     return tuple(found)

@@ -231,7 +231,13 @@ class _Hopper(Path):
         return self._kernel(PASS1_WHOLE_ROWS_SM90 if whole_rows else PASS1_SM90, inputs)
 
     def pass2(self, inputs: Inputs, limits: DeviceLimits, block_m: int) -> Kernel:
-        return self._kernel(PASS2_HALF_SM90 if block_m == HOPPER_HALF else PASS2_SM90, inputs, block_m)
+        """Two blocks on a multiprocessor for tiles of 64 rows, and with head_dim 64, whose products are short. A tail
+        is no faster by two; a head whose tau of 0 leaves none has one block all the same: the bits that it has beside
+        others."""
+        if block_m == HOPPER_HALF:
+            return self._kernel(PASS2_HALF_SM90, inputs, block_m)
+        two_blocks = inputs.head_dim == 64 and not inputs.wants_tail
+        return self._kernel(PASS2_TWO_BLOCKS_SM90 if two_blocks else PASS2_SM90, inputs)
 
     def packed(self, pass1: Kernel) -> Kernel:
         return replace(pass1, family=_PACKED_SM90[pass1.family])
@@ -253,7 +259,7 @@ class _Hopper(Path):
         return replace(pass2, family=PASS2_TAIL_SM90, shared_bytes=shared)
 
     def laddered(self, pass2: Kernel) -> Kernel:
-        return replace(pass2, family=_LADDER_SM90[pass2.family])
+        return replace(pass2, family=PASS2_LADDER_HALF_SM90 if pass2.block_m == HOPPER_HALF else PASS2_LADDER_SM90)
 
     def ladder_blocks(self, kernel: Kernel, q_tiles: int, limits: DeviceLimits) -> int:
         return self.blocks(kernel, q_tiles, limits)
@@ -281,8 +287,12 @@ class _Hopper(Path):
             if packed:
                 yield self.packed(pass1)
         for block_m in self.block_ms_of(inputs.head_dim):
-            pass2 = self.pass2(inputs, limits, block_m)
-            seconds = [pass2, (listed := self.listed(pass2)), self.with_tail(pass2), self.paired(listed)]
+            pass2, tailed = (
+                self.pass2(replace(inputs, wants_tail=wants), limits, block_m) for wants in (False, True)
+            )
+            seconds = [pass2, (listed := self.listed(pass2)), self.with_tail(tailed), self.paired(listed)]
+            if tailed.name != pass2.name:
+                seconds.append(tailed)
             if skips_values:
                 seconds.append(self.listed(pass2, skips_values=True))
             for kernel in filter(None, seconds):
@@ -342,9 +352,19 @@ PASS2_HALF_SM90, PASS2_LISTED_HALF_SM90, PASS2_SKIPPING_HALF_SM90, PASS2_LADDER_
     replace(x, threads=256, blocks_per_multiprocessor=2, traits=(x.traits or "").replace(_HOPPER_TRAITS, _HALF_TRAITS))
     for x in (PASS2_SM90, PASS2_LISTED_SM90, PASS2_SKIPPING_SM90, PASS2_LADDER_SM90)
 )
-_LISTED_SM90 = {PASS2_SM90: PASS2_LISTED_SM90, PASS2_HALF_SM90: PASS2_LISTED_HALF_SM90}
-_SKIPPING_SM90 = {PASS2_SM90: PASS2_SKIPPING_SM90, PASS2_HALF_SM90: PASS2_SKIPPING_HALF_SM90}
-_LADDER_SM90 = {PASS2_SM90: PASS2_LADDER_SM90, PASS2_HALF_SM90: PASS2_LADDER_HALF_SM90}
+# Of head_dim 64, with two blocks of q tiles of 128 on a multiprocessor: 256 threads that compute and two warps to copy.
+_TWO_BLOCKS = f"sm90::TwoBlockTraits<s2o::{_HOPPER_TRAITS}>"
+PASS2_TWO_BLOCKS_SM90, PASS2_LISTED_TWO_BLOCKS_SM90 = (
+    replace(x, threads=320, blocks_per_multiprocessor=2, traits=_TWO_BLOCKS) for x in (PASS2_SM90, PASS2_LISTED_SM90)
+)
+_LISTED_SM90 = {
+    PASS2_SM90: PASS2_LISTED_SM90, PASS2_HALF_SM90: PASS2_LISTED_HALF_SM90,
+    PASS2_TWO_BLOCKS_SM90: PASS2_LISTED_TWO_BLOCKS_SM90,
+}  # fmt: skip
+_SKIPPING_SM90 = {
+    PASS2_SM90: PASS2_SKIPPING_SM90, PASS2_HALF_SM90: PASS2_SKIPPING_HALF_SM90,
+    PASS2_TWO_BLOCKS_SM90: PASS2_SKIPPING_SM90,
+}  # fmt: skip
 
 # The same where units come by boxes, of q tiles whose rows are neighbours.
 _BOXES_SM90 = {
@@ -355,7 +375,7 @@ _BOXES_SM90 = {
     )
     for x in (
         PASS2_SM90, PASS2_TAIL_SM90, PASS2_LISTED_SM90, PASS2_LISTED_PAIRS_SM90, PASS2_SKIPPING_SM90,
-        PASS2_LISTED_HALF_SM90, PASS2_SKIPPING_HALF_SM90,
+        PASS2_LISTED_HALF_SM90, PASS2_SKIPPING_HALF_SM90, PASS2_TWO_BLOCKS_SM90, PASS2_LISTED_TWO_BLOCKS_SM90,
     )
 }  # fmt: skip
 

@@ -355,20 +355,21 @@ class S2OConfig:
         return self.tau is not None and not any(self.tau if isinstance(self.tau, tuple) else (self.tau,))
 
     @property
-    def _wants_tail(self) -> bool:
+    def wants_tail(self) -> bool:
+        """Whether unvisited candidates would count, if there were any."""
         by_default = self.rank == "query" and self.error is None
         return by_default if self.tail is None else self.tail != "none"
 
     @property
     def adds_tail(self) -> bool:
         """Whether unvisited candidates count. At tau 0 there are none."""
-        return self._wants_tail and not self.never_stops
+        return self.wants_tail and not self.never_stops
 
     @property
     def near_keys(self) -> int:
         """How many keys right before a causal segment come first in its order: those of heads whose tau is 0, too, as
         what a head yields depends on no other."""
-        return NEAR_KEYS if self.rank == "query" and self._wants_tail else 0
+        return NEAR_KEYS if self.rank == "query" and self.wants_tail else 0
 
     @property
     def has_least_keys(self) -> bool:
