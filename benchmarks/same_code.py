@@ -3,9 +3,10 @@
     python benchmarks/same_code.py COMMIT
 
 compiles in both, for one architecture and dtype, each kernel whose text differs between COMMIT and this checkout. If
-all machine code is the same, results that were measured with the kernels of COMMIT get the digests of the present ones
-and say so under "same_code". If any differs it is named, and nothing is written. This needs NVRTC, which CuPy brings,
-and no GPU. Results whose Python has changed are older all the same.
+all machine code is the same, which is all of a cubin but names of functions and constants, results that were measured
+with the kernels of COMMIT get the digests of the present ones and say so under "same_code". If any differs it is named,
+and nothing is written. This needs NVRTC, which CuPy brings, and no GPU. Results whose Python has changed are older all
+the same.
 """
 
 from __future__ import annotations
@@ -30,22 +31,27 @@ LIST = """
 import hashlib, json, sys
 from s2o_cupy.cuda import compiler
 from s2o_cupy.tools.compile_ahead import all_kernels
-architecture, dtype, names = json.load(sys.stdin)
+architecture, dtype, names, here = json.load(sys.stdin)
+sys.path.insert(0, here)
+from _cubin import without_symbols
 found = {}
 for kernel in all_kernels(architecture):
     if kernel.dtype != dtype or (names is not None and kernel.name not in names):
         continue
     if names is not None:
         print(kernel.name, file=sys.stderr, flush=True)
-    code = compiler.render(kernel).encode() if names is None else compiler.machine_code(kernel, architecture).code
-    found[kernel.name] = hashlib.sha256(code).hexdigest()
+    if names is None:
+        code = compiler.render(kernel)
+    else:
+        code = repr(without_symbols(compiler.machine_code(kernel, architecture).code))
+    found[kernel.name] = hashlib.sha256(code.encode()).hexdigest()
 json.dump(found, sys.stdout)
 """
 
 
 def digests(tree: Path, architecture: str, dtype: str, names: Sequence[str] | None = None) -> dict[str, str]:
     """By kernel of a checkout: of its text, or of the machine code of those with these names."""
-    asked = json.dumps([architecture, dtype, names])
+    asked = json.dumps([architecture, dtype, names, str(Path(__file__).parent)])
     environment = os.environ | {"PYTHONPATH": str(tree)}
     told = subprocess.run(
         [sys.executable, "-c", LIST], input=asked, stdout=subprocess.PIPE, text=True, cwd=tree, env=environment,

@@ -328,6 +328,9 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"options": {"rank": "weight"}, "seqlen_q": 900, "head_dim": 64, "softcap": 5.0, "batch": 2},
     {"options": {"rank": "weight"}, "seqlen_q": 700, "head_dim": 64, "poison": ("v", 200, NAN)},
     {"options": {"rank": "mean"}, "seqlen_q": 1500, "segment": 512, "head_dim": 64, "tau": 0.01},
+    # More q tiles than an H200 has blocks.
+    *({"options": {"rank": "weight", "unit": unit}, "seqlen_q": 2000, "heads": 32, "kv_heads": 8, "head_dim": 64,
+       "tau": 0.2} for unit in (8, 16)),
     # Windows.
     {"options": {"window": 1}},
     {"options": {"window": 50}, "head_dim": 128},

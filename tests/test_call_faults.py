@@ -299,7 +299,7 @@ FAULTS = [
     Fault("pass2_listed_sm90", "a list's last key is not read", "listed = p.lists.keys[list(p)];",
           "listed = max(p.lists.keys[list(p)] - 1, 0);", LISTS_HOPPER, hopper=True),
     Fault("pass2_listed_pairs_sm90", "the second head has the queries of the first",
-          "units + row / kRows * static_cast<uint32>(q.head / 8);", "units;", PAIRS, hopper=True),
+          "units + kept / kRows * static_cast<uint32>(q.head / 8);", "units;", PAIRS, hopper=True),
     Fault("pass2_listed_pairs_sm90", "the second head's output is the first one's", "tile.head_in_batch += my.group;",
           "", PAIRS, hopper=True),
     Fault("pass2_listed_pairs_sm90", "the second head's lse is the first one's", "tile.head += my.group;", "", PAIRS,

@@ -72,6 +72,11 @@ HOPPER = Case(heads=4, kv_heads=2, seqlen_q=1400, segment=512, head_dim=128, opt
 BOXES = replace(HOPPER, segment=128, options={"unit": 8, "rank": "weight"})
 # Two blocks on a multiprocessor, which walk halves of key tiles; the last tile is not whole.
 HALVES = replace(HOPPER, seqlen_q=1080, segment=120, head_dim=64, options={"unit": 8, "rank": "weight"})
+HALVES_CASES = {
+    "halves": HALVES,
+    "halves by boxes": replace(HALVES, options={"rank": "weight"}),
+    "halves of many q tiles": replace(HALVES, heads=40, kv_heads=8),  # more than an H200 has blocks
+}
 # A key that the mean query puts last and some queries put first, by more than a weight can hold.
 RISING = replace(HOPPER, tau=0.0, options={"rank": "mean", "window": 30}, poison=("k", 100, -2000.0))
 
@@ -386,8 +391,20 @@ FAULTS = [
         ("the second half has the first one's values", "output",
          "Traits::kColumnsStride),\n                                 kHalf *",
          "Traits::kColumnsStride),\n                                 0 *"),
-        ("a lane keeps the same rows twice", "stop", "key_row + i * kKept;\n      return nth_key",
+        ("a lane keeps the same rows twice", "stop", "key_row + i * kKeptRows;\n      return nth_key",
          "key_row;\n      return nth_key"),
+    ),
+    *_faults(
+        "pass2_boxes_sm90", HALVES_CASES["halves by boxes"],
+        ("both warps ask for the first one's boxes", "stop",
+         "(threadIdx.x / 32 - Traits::kFirstProducer / 32) * kBoxes + ", ""),
+    ),
+    *_faults(
+        "pass2_sm90", HALVES_CASES["halves of many q tiles"],
+        ("a lane has one row of the next q tile twice", "stop",
+         "shared.next.row[threadIdx.x - kFirst + i * kThreads]", "shared.next.row[threadIdx.x - kFirst]"),
+        ("a lane has one key of the next q tile twice", "stop",
+         "shared.next.unit[threadIdx.x - kFirst + i * kThreads]", "shared.next.unit[threadIdx.x - kFirst]"),
     ),
     *_faults(
         "pass2_sm90", replace(HALVES, tau=0.0),
@@ -456,14 +473,16 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
 @pytest.mark.parametrize(
     "case",
     [MEAN, MAX, UNITS, AROUND, ONE_TILE, HOPPER, RISING, HOPPER_UNITS, HOPPER_AROUND, QUERY, QUERY_AROUND, EACH_KEY,
-     BYTES, BYTES_OF_EACH_KEY, INTEGERS, INTEGERS_OF_GROUPS, *LEAST_CASES.values()],
+     BYTES, BYTES_OF_EACH_KEY, INTEGERS, INTEGERS_OF_GROUPS, *LEAST_CASES.values(), BOXES, *HALVES_CASES.values()],
     ids=["mean", "max", "units", "around", "one tile", "hopper", "rising", "hopper units", "hopper around", "query",
-         "query around", "each key", "bytes", "bytes of each key", "integers", "integers of groups", *LEAST_CASES],
+         "query around", "each key", "bytes", "bytes of each key", "integers", "integers of groups", *LEAST_CASES,
+         "boxes", *HALVES_CASES],
 )
 def test_without_a_fault_none_is_found(case):
     if not has_gpu():
         pytest.skip("no GPU: cupy.is_available() is False")
-    is_portable = case.head_dim != 128 or case in (INTEGERS, INTEGERS_OF_GROUPS)
+    of_hopper = case.head_dim == 128 or case in HALVES_CASES.values()
+    is_portable = not of_hopper or case in (INTEGERS, INTEGERS_OF_GROUPS)
     report = run_diff(case, "portable" if is_portable else "auto")
     assert report.ok, report.table()
     assert 0.05 < report.density < 0.95 or case.tau == 0  # some tiles stop, and some keys are skipped

@@ -152,7 +152,7 @@ def test_what_only_the_portable_kernels_take(qkv, options):
     assert_meant(found, q, k, v, schedule, scale=scale)
 
 
-@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_more_q_tiles_than_multiprocessors(path, qkv, head_dim):
     """Persistent blocks go on from tile to tile, among them such with an empty list."""
     q, k, v = draw(qkv, "bfloat16", 1100, heads=32, kv_heads=8, head_dim=head_dim)

@@ -22,13 +22,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU:
 # ---------------------------------------------------------------- plain calls
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     "order", [{}, {"unit": 16}, {"rank": "weight", "tail": "none"}], ids=["default", "units of 16", "weight"]
 )
-def test_calls_that_fill_the_gpu_repeat_their_bits(gpu, path, order):
+def test_calls_that_fill_the_gpu_repeat_their_bits(gpu, path, order, head_dim):
     """With several blocks on each multiprocessor, which wait for one another's copies, products and memory."""
     config = S2OConfig(path=path, dense_up_to=0, **order)
-    q, k, v = gpu(16_384 if path == "hopper" else 4096, heads=16, kv_heads=8, head_dim=128)
+    q, k, v = gpu(16_384 if path == "hopper" else 4096, heads=16, kv_heads=8, head_dim=head_dim)
     k += k[:, :, :1] * 3  # scores of a wide spread
     first = s2o_attention(q, k, v, config=config, return_lse=True, return_stats=True)
     for _ in range(10):

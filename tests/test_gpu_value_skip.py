@@ -135,15 +135,21 @@ def test_limits_of_each_head(path, rng):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_limit_that_none_reaches_changes_no_bit(path, rng, head_dim):
+def test_a_limit_that_none_reaches_leaves_nothing_out(path, rng, head_dim):
+    """The bits of a call without one; with head_dim 64 on Hopper, whose tiles are then walked in halves, but for
+    rounding."""
     q, k, v = draw(rng, "bfloat16", 500, 1500, head_dim=head_dim)
     lists = random_lists(rng, q.shape, 1500, list_heads=4, unit=64, per_tile=True)
     found = attend(path, q, k, v, lists, per_tile=True, value_skip=-1e30)
     assert not found.found_skips.any() and not found.skipped.any()
     alone = attend(path, q, k, v, lists, per_tile=True)
-    if path == "hopper" and head_dim == 64:  # lists without one are walked in halves of tiles there: other sums
+    if path == "hopper" and head_dim == 64:
+        # Weights are rounded to 2^-8 relative to another maximum, in means of some 150 values: 2^-8 / sqrt(150), of
+        # which the largest of all is a few, and each output is rounded once more.
         both = [x.o.view(DTYPES["bfloat16"]).astype(np.float32) for x in (found, alone)]
-        np.testing.assert_allclose(*both, rtol=2.0**-7, atol=2.0**-7)  # each is rounded to 2^-8 of itself
+        np.testing.assert_allclose(*both, rtol=2.0**-7, atol=2.0**-9)
+        np.testing.assert_allclose(found.lse, alone.lse, rtol=0, atol=1e-5)  # sums of 1,500 float32 weights
+        assert (found.visited == alone.visited).all()
     else:
         found.assert_same_bits(alone)
 

@@ -210,8 +210,10 @@ def test_compile_all_of_a_sample(monkeypatch):
         assert functions == {kernel.function for kernel in every} - had
         had |= functions
         tight = [kernel.name for kernel in few if kernel.head_dim != 128]
-        assert all(name.startswith("pass") and name.endswith("_sm90-bfloat16-d256-s2-paged") for name in tight)
-        assert len(tight) == (8 if arch == "sm_90a" else 0)
+        ends = ("_sm90-bfloat16-d256-s2-paged", "_sm90-bfloat16-d64-s2-two")
+        assert all(name.startswith("pass") and name.endswith(ends) for name in tight)
+        of_each = [sum(name.endswith(end) for name in tight) for end in ends]
+        assert of_each == ([8, 4] if arch == "sm_90a" else [0, 0])
 
 
 def test_every_architecture_is_known():

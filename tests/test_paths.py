@@ -60,6 +60,21 @@ def test_a_path_that_is_named_and_cannot_is_an_error(block_m, head_dim):
         choose_path(problem, config.of_pass, LIMITS, True, True)
 
 
+@pytest.mark.parametrize(("head_dim", "wants_tail", "threads"), [(64, False, 320), (64, True, 384), (128, False, 384)])
+def test_pass2_with_two_blocks(head_dim, wants_tail, threads):
+    """Of head_dim 64 where nothing has a tail, nor would have one but for its tau."""
+    assert HOPPER.pass2(Inputs("bfloat16", head_dim, wants_tail=wants_tail), LIMITS, 128).family.threads == threads
+
+
+def test_as_many_blocks_fit_as_are_launched():
+    of = [Inputs(dtype, head_dim) for dtype in ("bfloat16", "float16") for head_dim in (64, 128, 256)]
+    kernels = [x for inputs in of for x in HOPPER.catalogue(inputs, LIMITS, packed=True, skips_values=True)]
+    assert any(x.family.threads == 320 for x in kernels)
+    for kernel in kernels:
+        of_block = kernel.shared_bytes + 1024  # which the driver keeps
+        assert kernel.family.blocks_per_multiprocessor * of_block <= LIMITS.shared_per_multiprocessor, kernel.name
+
+
 @pytest.mark.parametrize(
     ("head_dim", "unit", "page_size", "by_boxes"),
     [
@@ -72,7 +87,9 @@ def test_units_that_the_copy_engine_brings(head_dim, unit, page_size, by_boxes):
     """Boxes of 2 KiB or more, of rows that are not padded, each in one page: each kernel of pass 2 that has a twin."""
     inputs = Inputs("bfloat16", padded_head_dim(head_dim), paged=page_size > 0)
     pass2, tiles = HOPPER.pass2(inputs, LIMITS, 128), HOPPER.block_ms_of(head_dim)
-    kernels = [pass2, HOPPER.with_tail(pass2)]
+    tailed = HOPPER.pass2(replace(inputs, wants_tail=True), LIMITS, 128)
+    kernels = [pass2, tailed, HOPPER.with_tail(tailed)]
+    assert (kernels[-1] is None) == (head_dim > 128)
     for of_lists in (HOPPER.pass2(inputs, LIMITS, block_m) for block_m in tiles):
         kernels += [HOPPER.listed(of_lists), HOPPER.listed(of_lists, skips_values=True)]
         kernels.append(HOPPER.paired(kernels[-2]))

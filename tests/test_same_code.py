@@ -7,7 +7,7 @@ import json
 import benchmark_modules  # noqa: F401  (finds same_code)
 import pytest
 
-same_code = pytest.importorskip("same_code")
+same_code, _cubin = pytest.importorskip("same_code"), pytest.importorskip("_cubin")
 TEXTS = {"before": {"a": "1", "b": "1", "gone": "1"}, "now": {"a": "1", "b": "2", "new": "1"}}
 
 
@@ -35,6 +35,34 @@ def test_kernels_that_differ_are_named(listed, monkeypatch):
     assert same_code.changed(before, "sm_90a", "bfloat16") == ([], 1)
     codes["now"]["b"] = "y"
     assert same_code.changed(before, "sm_90a", "bfloat16") == (["b"], 1)
+
+
+def test_names_are_no_machine_code():
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except Exception as error:
+        pytest.skip(f"no CuPy with NVRTC: {error}")
+
+    def compiled(name, value, added):
+        program = nvrtc.createProgram(
+            f"__constant__ int {name} = {value}; extern \"C\" __global__ void k(int* x) {{ *x = {name} + {added}; }}",
+            "k.cu", [], [],
+        )  # fmt: skip
+        try:
+            nvrtc.compileProgram(program, ["-arch=sm_90a"])
+            return nvrtc.getCUBIN(program)
+        finally:
+            nvrtc.destroyProgram(program)
+
+    code = compiled("one", 1, 7)
+    renamed, of_value, of_product = compiled("another", 1, 7), compiled("one", 2, 7), compiled("one", 1, 8)
+    assert renamed != code
+    assert _cubin.without_symbols(renamed) == _cubin.without_symbols(code)
+    assert {name for name, *_ in _cubin.without_symbols(code)} >= {".text.k", ".nv.constant3"}
+    for other in (of_value, of_product):
+        assert _cubin.without_symbols(other) != _cubin.without_symbols(code)
 
 
 def test_results_get_new_digests_where_they_have_those_of_the_commit():

@@ -1,13 +1,13 @@
 // The Hopper attention tile (sm_90a): one producer warpgroup brings rows of q, k and v to shared memory, by the
 // copy engine or gathered with cp.async, two consumer warpgroups hold 64 query rows each and multiply with wgmma. With
-// q tiles of 64 rows there is one consumer, and a multiprocessor holds two blocks; of pass 2 with a head_dim of 64 it
-// holds two with both consumers (TwoBlockTraits).
+// q tiles of 64 rows there is one consumer, and a multiprocessor holds two blocks; of pass 2 with a head_dim of 64 and
+// no tail, value skips or ladder it holds two with both consumers, and a producer of two warps (TwoBlockTraits).
 // Blocks are persistent: each takes q tiles from a counter until none is left, and the producer runs ahead into the
 // next tile.
 //
 // Consumers: the scores of key tile t + 1 and the output of key tile t are in flight together, and softmax of one
 // warpgroup runs under the products of the other (named barriers let them issue in turn), or of one block under those of
-// the other.
+// the other; of TwoBlockTraits one product is in flight at a time.
 //
 // Stopping: there is a *stop check* every block_n = 128 keys. Tau, the lag and `visited` count in these, and what lies
 // between two of them is called a key tile outside of this folder. Here it is one key tile of kBlockN keys, or two of
@@ -73,13 +73,13 @@ __device__ __forceinline__ void attend_first_in_pages(const Params& params, type
 // One block of pass 2: rows of queries and of keys gathered as `Rows` says. `maps`: MappedUnits, of rows that come by boxes.
 template <class Traits, class Rows, class Params, class Maps = int>
 __device__ __forceinline__ void attend_second(const Params& params, typename Traits::Shared& shared, const Maps& maps = {}) {
-  static_assert(Traits::kTwoBlocks || kFitsRegisters<Traits, kProducerRegisters<Traits>, kConsumerRegisters<Traits>>);
+  static_assert(Traits::kInHalves || kFitsRegisters<Traits, kProducerRegisters<Traits>, kConsumerRegisters<Traits>>);
   initialise<Traits, true>(shared);
-  if (Traits::kTwoBlocks ? warp_of_block() >= Traits::kConsumerWarps : threadIdx.x < kWarpgroup) {
-    if constexpr (!Traits::kTwoBlocks) registers_shrink<kProducerRegisters<Traits>>();
+  if (Traits::kInHalves ? warp_of_block() >= Traits::kConsumerWarps : threadIdx.x < kWarpgroup) {
+    if constexpr (!Traits::kInHalves) registers_shrink<kProducerRegisters<Traits>>();
     produce_second<Traits, Rows>(params, shared, maps);
   } else {
-    if constexpr (!Traits::kTwoBlocks) registers_grow<kConsumerRegisters<Traits>>();
+    if constexpr (!Traits::kInHalves) registers_grow<kConsumerRegisters<Traits>>();
     Consumer<Traits> my(shared, params);
     run_second<Rows>(my, params);
   }

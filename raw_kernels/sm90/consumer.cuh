@@ -20,6 +20,8 @@
 //                                                        |                 |
 //                                        after scores: (k_empty)   after the output: (v_empty)
 //
+// Where a key tile is walked in halves (walk.cuh) each product is awaited before the next is issued.
+//
 // Pass 2 votes on stop check n under the products of the tile behind it (voted), and reads the votes before it issues
 // the scores that stop check n + 2 is about.
 #pragma once
@@ -73,8 +75,8 @@ struct Consumer {
   }
 };
 
-// Two warpgroups issue their products in turn (kTakesTurns). One alone has the other block of its multiprocessor beside
-// it.
+// Two warpgroups issue their products in turn (kTakesTurns). Where a multiprocessor holds two blocks they need none:
+// the other block is beside them.
 template <class Traits>
 __device__ __forceinline__ void await_turn(const Consumer<Traits>& my) {
   if constexpr (Traits::kTakesTurns) named_sync(kTurn + my.group, Traits::kConsumerThreads);

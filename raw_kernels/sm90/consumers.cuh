@@ -106,7 +106,7 @@ __device__ __forceinline__ void run_second(Consumer<Traits>& my, const Params& a
     }
     wgmma_wait<0>();
     finished(my.s);
-    if (!Traits::kTwoBlocks) release_k(my);
+    if (!Traits::kInHalves) release_k(my);
     softmax<false>(my, limit, rows);
     rescale(my);
     pack(my);
@@ -115,7 +115,7 @@ __device__ __forceinline__ void run_second(Consumer<Traits>& my, const Params& a
       if constexpr (kAddsTail<Traits>) barrier_arrive(my.shared.outputs_read);
     }
     int visited;
-    if constexpr (Traits::kTwoBlocks) {
+    if constexpr (Traits::kInHalves) {
       visited = walk_in_halves(my, nth, q, tiles, limit, rows);
     } else {
       visited = walk<false>(my, nth, q, tiles, limit, rows);
@@ -129,7 +129,7 @@ __device__ __forceinline__ void run_second(Consumer<Traits>& my, const Params& a
     // After the products it would be a copy for each.
     if constexpr (kSkipsValues<Traits>) vote(my, rows, stop_checks - 1, nth);
     by_skips(my, [&](auto skips_of_last) {
-      issue_output<skips_of_last.value, false, Traits::kTwoBlocks ? 1 : 0>(my);
+      issue_output<skips_of_last.value, false, Traits::kInHalves ? 1 : 0>(my);
       if constexpr (!kSkipsValues<Traits>) vote(my, rows, stop_checks - 1, nth);
       my.voted += stop_checks;
       if constexpr (!kAddsTail<Traits>) find_stored();
@@ -157,7 +157,8 @@ __device__ __forceinline__ void run_second(Consumer<Traits>& my, const Params& a
         find_stored();  // not before, as a tail leaves no registers, nor after queries' place is free
         release(my, my.shared.q_empty[nth % Traits::kQueryPlaces]);
       }
-      if constexpr (Traits::kTwoBlocks)  // anew: registers do not suffice to keep it
+      static_assert(!Traits::kInHalves || Rows::kHeads == 1, "keep_part would have to follow");
+      if constexpr (Traits::kInHalves)  // anew: registers do not suffice to keep it
         tile = describe<Traits::kBlockN>(my.params, Rows(all, *static_cast<volatile int*>(&my.shared.q_tile[place])));
       store<false>(my, tile, stored, my.m, my.l);
       if constexpr (Rows::kListed) keep_listed_state(my, all, tile, stored);

@@ -5,9 +5,9 @@
 namespace s2o {
 namespace sm90 {
 
-// Which rows of a tile of up to 128 a producer thread copies: kLanes threads a row, kRows rows of a warp at a time. Its
-// number is threadIdx.x % kWarpgroup, wherever in the block the producer stands.
-// Each lane also keeps where one of kKeptRows rows lies, and one of each so many more; the others get it by a shuffle.
+// Which rows of a tile of up to 128 a producer thread copies: kLanes threads a row, kRows rows of a warp at a time.
+// Threads are numbered by threadIdx.x % kWarpgroup, wherever in the block the producer stands. Each lane also keeps
+// where rows kept_row(), kept_row() + kKeptRows and so on lie, and the others get it by a shuffle.
 template <class Traits>
 struct CopyLayout {
   static constexpr int kHeadDim = Traits::kHeadDim;
@@ -16,8 +16,8 @@ struct CopyLayout {
   static constexpr int kPassRows = Traits::kProducerThreads / 32 * kRows;  // that all threads copy at a time
   static constexpr int kKeptRows = kPassRows * kLanes;
   static constexpr bool kFlips = kPassRows % 8 != 0;  // every other pass is swizzled otherwise
-  static constexpr int kOfKeys = (Traits::kBlockN + kKeptRows - 1) / kKeptRows;  // rows of a tile that a lane keeps
-  static constexpr int kOfQueries = (Traits::kBlockM + kKeptRows - 1) / kKeptRows;
+  static constexpr int kKeptOfKeys = (Traits::kBlockN + kKeptRows - 1) / kKeptRows;  // rows of a tile that a lane keeps
+  static constexpr int kKeptOfQueries = (Traits::kBlockM + kKeptRows - 1) / kKeptRows;
 
   uint32 target;  // of this thread's first chunk in a tile of keys
   int chunk;      // its offset in a row, in elements
@@ -42,7 +42,7 @@ struct CopyLayout {
     const int rows_apart = row / 8 * (kEightRows - Traits::kRowsStride);
     return target + threadIdx.x % kLanes / 8 * (Traits::kQueryAtom - Traits::kColumnsStride) + rows_apart;
   }
-  // The first row of which this lane keeps it; the next is kKeptRows further.
+  // The first row that this lane keeps.
   static __device__ __forceinline__ int kept_row() {
     const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
     return lane % kLanes * kPassRows + thread / 32 * kRows + lane / kLanes;
@@ -76,11 +76,11 @@ struct CopyLayout {
       gather<kTileRows, kQueries, false>(tile, data, kept);
     }
   }
-  __device__ __forceinline__ void gather_keys(uint32 tile, const uint16* data, const uint32 (&kept)[kOfKeys],
+  __device__ __forceinline__ void gather_keys(uint32 tile, const uint16* data, const uint32 (&kept)[kKeptOfKeys],
                                               bool full) const {
     gather<Traits::kBlockN, false>(tile, data, kept, full);
   }
-  __device__ __forceinline__ void gather_queries(uint32 tile, const uint16* data, const uint32 (&kept)[kOfQueries],
+  __device__ __forceinline__ void gather_queries(uint32 tile, const uint16* data, const uint32 (&kept)[kKeptOfQueries],
                                                  bool full) const {
     gather<Traits::kBlockM, true>(tile, data, kept, full);
   }

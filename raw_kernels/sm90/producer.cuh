@@ -1,5 +1,5 @@
-// The producer of pass 2 on Hopper: one warpgroup that takes q tiles and brings rows of q, k and v to shared memory, gathered
-// or by boxes.
+// The producer of pass 2 on Hopper: one warpgroup, or of TwoBlockTraits two warps, that takes q tiles and brings rows
+// of q, k and v to shared memory, gathered or by boxes.
 #pragma once
 #include "sm90/boxes.cuh"
 #include "sm90/gathered_rows.cuh"
@@ -50,14 +50,14 @@ __device__ __forceinline__ void look_up_next(const Params& params, typename Trai
   named_sync(kNext, Traits::kProducerThreads);  // take_next is done
   if (shared.next.q_tile >= 0) {
     const int thread = threadIdx.x % kWarpgroup;  // of the producer
-    const auto look_up_row = [&](int row, int& to) {
-      const bool present = Rows::of_head(row) < shared.next.rows;
-      to = present ? shared.next.begin + Rows::query(params.geometry, shared.next.q_order, row) : -1;
+    const auto look_up_row = [&](int kept, int& to) {
+      const bool present = Rows::of_head(kept) < shared.next.rows;
+      to = present ? shared.next.begin + Rows::query(params.geometry, shared.next.q_order, kept) : -1;
     };
-    const auto look_up_unit = [&](int key_row, int& to) {
-      to = key_row < shared.next.keys ? Rows::unit(params, shared.next.k_order, key_row) : -1;
+    const auto look_up_unit = [&](int kept, int& to) {
+      to = kept < shared.next.keys ? Rows::unit(params, shared.next.k_order, kept) : -1;
     };
-    each<Layout::kOfQueries>([&](int i) {
+    each<Layout::kKeptOfQueries>([&](int i) {
       look_up_row(row + i * Layout::kKeptRows, shared.next.row[thread + i * Traits::kProducerThreads]);
     });
     each<kKeyRows>([&](int i) {
@@ -85,26 +85,26 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
   using Layout = CopyLayout<Traits>;
   // Rows that a thread looks up: of queries, and of a tile of keys.
   constexpr int kFirst = Traits::kFirstProducer, kThreads = Traits::kProducerThreads;
-  constexpr int kQueryRows = Layout::kOfQueries, kKept = Layout::kKeptRows;
-  constexpr int kKeyRows = kByBoxes ? 1 : Layout::kOfKeys;
+  constexpr int kQueryRows = Layout::kKeptOfQueries, kKeptRows = Layout::kKeptRows;
+  constexpr int kKeyRows = kByBoxes ? 1 : Layout::kKeptOfKeys;
   const Layout layout(g.head_dim);
   const int row = layout.kept_row(), thread = threadIdx.x % kWarpgroup;
   const int key_row = kByBoxes ? BoxCopies<Traits>::kept_row() : row;
   constexpr int kRows = kBlockM / Rows::kHeads;  // of a head
   const RowUnits<false> q_units(pages, params.q);
   const RowUnits<kPaged> k_units(pages, params.k), v_units(pages, params.v);
-  const auto query_units = [&](int position, int row) {
+  const auto query_units = [&](int query, int kept) {
     if constexpr (Rows::kHeads > 1) {
       auto q = params.q;
       asm volatile("" : "+l"(q.row), "+l"(q.head));
-      const uint32 units = RowUnits<false>(pages, q)(position);
-      return units == kNoRow ? kNoRow : units + row / kRows * static_cast<uint32>(q.head / 8);
+      const uint32 units = RowUnits<false>(pages, q)(query);
+      return units == kNoRow ? kNoRow : units + kept / kRows * static_cast<uint32>(q.head / 8);
     } else if constexpr (Rows::kListed || (kPaged && Traits::kHeadDim > 128)) {  // registers do not suffice to keep them
       auto q = params.q;
       asm volatile("" : "+l"(q.row));
-      return RowUnits<false>(pages, q)(position);
+      return RowUnits<false>(pages, q)(query);
     } else {
-      return q_units(position);
+      return q_units(query);
     }
   };
   const auto value_units = [&](int slot) {
@@ -137,16 +137,16 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
     const int* order = rows.key_order(params);
     // Of this thread's key number i of a tile: its unit, a load that is waited for by who asks for the key.
     const auto unit = [&](int tile, int i) {
-      const int nth_key = tile * kBlockN + key_row + i * kKept;
+      const int nth_key = tile * kBlockN + key_row + i * kKeptRows;
       return nth_key < count ? Rows::unit(params, order, nth_key) : -1;
     };
     const auto key = [&](int unit, int tile, int i) {
-      return Rows::key(params, unit, tile * kBlockN + key_row + i * kKept);
+      return Rows::key(params, unit, tile * kBlockN + key_row + i * kKeptRows);
     };
 
     int position[kQueryRows], ahead[kKeyRows];  // ahead: the next units, on their way
     each<kQueryRows>([&](int i) {
-      position[i] = nth == 0 ? rows(row + i * kKept) : shared.next.row[threadIdx.x - kFirst + i * kThreads];
+      position[i] = nth == 0 ? rows(row + i * kKeptRows) : shared.next.row[threadIdx.x - kFirst + i * kThreads];
     });
     each<kKeyRows>([&](int i) {
       ahead[i] = nth == 0 ? unit(0, i) : shared.next.unit[threadIdx.x - kFirst + i * kThreads];
@@ -213,7 +213,7 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
       if (tile == 0) {
         barrier_wait(shared.q_empty[slot], nth_parity ^ 1);
         each<kQueryRows>([&](int i) {
-          if (kBlockM % kKept == 0 || row < kBlockM) shared.rows[nth % 2][row + i * kKept] = position[i];
+          if (kBlockM % kKeptRows == 0 || row < kBlockM) shared.rows[nth % 2][row + i * kKeptRows] = position[i];
         });
         if constexpr (kByBoxes) {
           const int head = rows.head_in_batch(params.heads), first = rows.first_query();
@@ -236,7 +236,7 @@ __device__ __forceinline__ void produce_second(const Params& params, typename Tr
         } else {
           const uint16* queries = params.q.at(batch, rows.head_in_batch(params.heads));
           uint32 q_row[kQueryRows];
-          each<kQueryRows>([&](int i) { q_row[i] = query_units(position[i], row + i * kKept); });
+          each<kQueryRows>([&](int i) { q_row[i] = query_units(position[i], row + i * kKeptRows); });
           layout.gather_queries(shared_address(shared.q[slot]), queries, q_row, whole_rows && rows.count == kRows);
           barrier_arrive_after_copies(shared.q_full[slot]);
           barrier_arrive(shared.q_full[slot]);

@@ -35,7 +35,7 @@ constexpr int kValueKeys = 64;       // whose values are left out together
 constexpr int kWarpgroup = 128;
 constexpr int kPlaces = 4;     // of q tiles that the block knows of
 // A producer of 128 threads and consumers share what the block was launched with: 384 x 168 registers, or where q tiles
-// have 64 rows and a multiprocessor holds two blocks, 256 x 128.
+// have 64 rows and a multiprocessor holds two blocks, 256 x 128. Of TwoBlockTraits each thread keeps its 96.
 constexpr int kCopierRegisters = 40, kFirstConsumerRegisters = 232;  // pass 1, by the copy engine
 // Where rows are gathered. With page numbers as well, or a tail to bring and no boxes, 72 would leave too few to have several
 // addresses under way; outputs of head_dim 256 leave no more.
@@ -82,7 +82,7 @@ struct Traits {
   static constexpr int kConsumerWarps = kConsumers * 4;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroup;
   static constexpr bool kTakesTurns = kConsumers == 2;  // warpgroups issue their products in turn
-  static constexpr bool kTwoBlocks = false;  // see TwoBlockTraits
+  static constexpr bool kInHalves = false;  // consumers take a key tile half by half: TwoBlockTraits
   static constexpr int kProducerThreads = kWarpgroup;
   static constexpr int kFirstConsumer = kWarpgroup, kFirstProducer = 0;  // threads of the block
   static constexpr int kHeadDim = kHeadDim_;  // head_dim rounded up; the columns past head_dim are zeros
@@ -147,24 +147,24 @@ struct BoxTraits : WholeRowTraits<Element, kHeadDim, kStages, kPaged, kBlockM> {
   static constexpr bool kBringsOutputs = kHeadDim == 128;
 };
 
-// The same of head_dim 64 with two blocks on a multiprocessor, so that four warpgroups fill each other's waits: their
-// products are short. For that a block has a producer of two warps, behind the consumers, no thread more than 96
-// registers, and a consumer the scores of half a key tile at a time.
+// The same for pass 1 by tensor maps. Products of head_dim 64 are so short that waiting for a turn costs more than it
+// brings; in pass 2 with one block it does not, and pass 1 that gathers has not been measured without.
+template <class Traits>
+struct FirstTraits : Traits {
+  static constexpr bool kTakesTurns = Traits::kTakesTurns && Traits::kHeadDim > 64;
+};
+
+// Traits of pass 2 with head_dim 64 and two blocks on a multiprocessor, so that four warpgroups fill each other's
+// waits: their products are short. For that a block has a producer of two warps, behind the consumers, no thread more
+// than 96 registers, and a consumer the scores of half a key tile at a time.
 template <class Of>
 struct TwoBlockTraits : Of {
   static constexpr int kHeadDim = Of::kHeadDim;
   static_assert(kHeadDim == 64, "96 registers hold outputs of 64 dims and scores of 64 keys");
-  static_assert(Of::kConsumerThreads % kWarpgroup == 0, "CopyLayout numbers the producer's threads");
-  static constexpr bool kTwoBlocks = true, kTakesTurns = false;
+  static_assert(Of::kConsumers == 2 && Of::kBlockN == 128, "eight warps vote, and a key tile is two halves");
+  static constexpr bool kInHalves = true, kTakesTurns = false;
   static constexpr int kProducerThreads = 64, kFirstConsumer = 0, kFirstProducer = Of::kConsumerThreads;
   static constexpr int kScoreKeys = 64, kKeyTiles = kScoreKeys / 8;
-};
-
-// The same for pass 1 by tensor maps. Products of head_dim 64 are so short that waiting for a turn costs more than it
-// brings; in pass 2 it does not, and pass 1 that gathers has not been measured without.
-template <class Traits>
-struct FirstTraits : Traits {
-  static constexpr bool kTakesTurns = Traits::kTakesTurns && Traits::kHeadDim > 64;
 };
 
 // Where the 16-byte chunk `c` of row `row` of a tile of k or v stands.
@@ -201,8 +201,8 @@ __device__ __forceinline__ bool all_voted_to_stop(typename Traits::Shared& share
   const uint64 votes = votes_at(shared, n);
   return kWalksLadder<Traits> || !kAllBytes ? (votes & kOnes) == kOnes : votes == kOnes;
 }
-// The same for a warp of consumers that take no turns, read by the lane that votes for it: its own arrivals put the read
-// before later votes, as race detectors see it too.
+// The same for a warp of consumers that take no turns, read by the lane that votes for it: its own arrivals put the
+// read before later votes, as race detectors see it too.
 template <class Shared>
 __device__ __forceinline__ bool first_lane_sees_stop(Shared& shared, uint32 n, int lane) {
   barrier_wait(shared.voted[n % kVoteSlots], n / kVoteSlots & 1);

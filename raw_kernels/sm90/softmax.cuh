@@ -94,7 +94,7 @@ __device__ __forceinline__ float ceiling_above(const Consumer<Traits>& my, float
   return fmaxf(__fdividef(m + kHeadroom, my.params.scale_log2), 0.f);
 }
 template <class Traits>
-constexpr bool kKeepsCeiling = !Traits::kTwoBlocks;  // or works it out anew
+constexpr bool kKeepsCeiling = !Traits::kInHalves;  // which has no register for it, and works it out anew
 template <class Traits>
 __device__ __forceinline__ float ceiling_of(const Consumer<Traits>& my, int h) {
   return kKeepsCeiling<Traits> ? my.ceiling[h] : ceiling_above(my, my.m[h]);
@@ -106,10 +106,10 @@ __device__ __forceinline__ bool settles(float m) {
   return m >= -kDepth<Traits> && m <= kLarge;
 }
 
-// Partial sums of a row, which keep the pipeline full: of a multiprocessor's quarter one warp is here at a time; with
-// two blocks two are, which have few registers.
+// Partial sums of a row, which keep the pipeline full: of a multiprocessor's quarter one warp is here at a time. In
+// halves two are, which have few registers.
 template <class Traits>
-constexpr int kSums = Traits::kTwoBlocks ? 2 : 4;
+constexpr int kSums = Traits::kInHalves ? 2 : 4;
 __device__ __forceinline__ float total(const float (&sum)[2]) { return sum[0] + sum[1]; }
 __device__ __forceinline__ float total(const float (&sum)[4]) { return (sum[0] + sum[1]) + (sum[2] + sum[3]); }
 
@@ -142,7 +142,7 @@ __device__ __forceinline__ void find_highest(const Consumer<Traits>& my, float (
     }
     return;
   }
-  float top[2][4];  // four partial maxima a row, as weigh has four sums
+  float top[2][4];  // four partial maxima a row, which keep the pipeline full
 #pragma unroll
   for (int i = 0; i < 4; ++i)
 #pragma unroll

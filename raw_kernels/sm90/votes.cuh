@@ -5,9 +5,9 @@
 namespace s2o {
 namespace sm90 {
 
-// Or has no register for it.
+// Whether a thread keeps tau; else, where it has no register for it, each vote reads it.
 template <class Traits>
-constexpr bool kKeepsTau = (Traits::kHeadDim <= 128 && !Traits::kTwoBlocks) || kWalksLadder<Traits>;
+constexpr bool kKeepsTau = (Traits::kHeadDim <= 128 && !Traits::kInHalves) || kWalksLadder<Traits>;
 
 // Stop check number `n` of the q tile number `nth`.
 template <class Traits>

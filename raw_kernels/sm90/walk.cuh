@@ -104,6 +104,7 @@ __device__ __forceinline__ int walk(Consumer<Traits>& my, uint32 nth, uint32 q, 
 template <class Traits>
 __device__ __forceinline__ int walk_in_halves(Consumer<Traits>& my, uint32 nth, uint32 q, int tiles, int limit,
                                               int rows) {
+  static_assert(!kAddsTail<Traits> && !kWalksLadder<Traits> && !kSkipsValues<Traits>, "these need more registers");
   const auto weigh_half = [&](int half) {  // counted over all tiles
     wgmma_wait<0>();
     finished(my.s);
@@ -128,7 +129,7 @@ __device__ __forceinline__ int walk_in_halves(Consumer<Traits>& my, uint32 nth, 
     issue_scores(my, q);
     weigh_half(2 * tile);
   }
-  if constexpr (!kAddsTail<Traits>) release(my, my.shared.q_empty[nth % Traits::kQueryPlaces]);
+  release(my, my.shared.q_empty[nth % Traits::kQueryPlaces]);
   return tile;
 }
 

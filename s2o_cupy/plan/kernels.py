@@ -32,7 +32,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What kernels are instantiated for: the arrays of a call."""
+    """What kernels are instantiated for: the arrays of a call, and whether it may add a tail."""
 
     dtype: str
     head_dim: int  # padded

@@ -232,8 +232,8 @@ class _Hopper(Path):
 
     def pass2(self, inputs: Inputs, limits: DeviceLimits, block_m: int) -> Kernel:
         """Two blocks on a multiprocessor for tiles of 64 rows, and with head_dim 64, whose products are short. A tail
-        is no faster by two; a head whose tau of 0 leaves none has one block all the same: the bits that it has beside
-        others."""
+        takes longer by two. A call that would have one but for its tau of 0 takes one block as well, so that its heads
+        have the bits that they have beside others."""
         if block_m == HOPPER_HALF:
             return self._kernel(PASS2_HALF_SM90, inputs, block_m)
         two_blocks = inputs.head_dim == 64 and not inputs.wants_tail

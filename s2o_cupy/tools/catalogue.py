@@ -77,9 +77,9 @@ def sample_for(compute_capability: int) -> tuple[Kernel, ...]:
     """Some of `kernels_for`, which stand for the others: of a function one kernel, of bfloat16 and head_dim 128.
 
     Of an architecture that kernels are written for all functions that no earlier one has. On the fastest path also its
-    passes of head_dim 256 over a paged cache, where registers are fewest, but for those over packed sequences. Of
-    another architecture the passes of its path: what differs there is how many registers and how much shared memory
-    they take.
+    passes of head_dim 256 over a paged cache, where registers are fewest, but for those over packed sequences, and
+    those of head_dim 64 with two blocks on a multiprocessor. Of another architecture the passes of its path: what
+    differs there is how many registers and how much shared memory they take.
     """
     kernels, limits = kernels_for(compute_capability), DeviceLimits.of_architecture(compute_capability)
     functions, own = {kernel.function for kernel in kernels}, path_of(compute_capability)
@@ -97,7 +97,9 @@ def sample_for(compute_capability: int) -> tuple[Kernel, ...]:
         if kernel.dtype != SAMPLE.dtype:
             continue
         is_plain = kernel.function in functions and kernel.head_dim == SAMPLE.head_dim and variants == least
-        if is_plain or (kernel.function in tight and kernel.head_dim == max(HEAD_DIMS) and variants == {"paged"}):
+        is_tight = kernel.head_dim == max(HEAD_DIMS) and variants == {"paged"}
+        is_tight |= kernel.name.endswith("-two")  # blocks on a multiprocessor
+        if is_plain or (kernel.function in tight and is_tight):
             sample[kernel.function, kernel.head_dim] = kernel  # of several the last, with the most rows
     return tuple(sample.values())
 
