@@ -75,7 +75,8 @@ HALVES = replace(HOPPER, seqlen_q=1080, segment=120, head_dim=64, options={"unit
 HALVES_CASES = {
     "halves": HALVES,
     "halves by boxes": replace(HALVES, options={"rank": "weight"}),
-    "halves of many q tiles": replace(HALVES, heads=40, kv_heads=8),  # more than an H200 has blocks
+    # Many more than an H200 has blocks, so that enough of them stop where their neighbours' rows and keys would not.
+    "halves of many q tiles": replace(HALVES, heads=40, kv_heads=8, seqlen_q=2040, tau=0.2),
 }
 # A key that the mean query puts last and some queries put first, by more than a weight can hold.
 RISING = replace(HOPPER, tau=0.0, options={"rank": "mean", "window": 30}, poison=("k", 100, -2000.0))
