@@ -19,7 +19,7 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 
-quiet = np.errstate(invalid="ignore", divide="ignore", over="ignore")  # NaN and Inf are legal input
+quiet = np.errstate(all="ignore")  # NaN and Inf are legal input, and small weights vanish
 
 ROWS = 256  # query rows of a chunk: 256 x 8,192 float64 scores are 16 MiB
 

@@ -98,7 +98,7 @@ def query_order(q: Array, k: Array, geometry: Geometry, block_m: int) -> Array:
     The guide is the mean of the KV head's first segment of keys, or of as many of them as stand before
     the segment: when 0 < seqlen_k - seqlen_q < segment, queries of the first segment would otherwise be
     ordered, and so stopped together, by keys of their future. With no such key the order is the identity,
-    and where a segment is one q tile, of ``block_m`` queries, which stops as one in whichever order.
+    and where segments are one q tile, of ``block_m`` queries, which stops as one in whichever order.
     Scores are compared by :func:`leading_bits`; equal ones stay in ascending position.
 
     Returns int32 [B, H, N, S]: offsets inside the segment, -1 past the end of a short last segment.
@@ -110,7 +110,7 @@ def query_order(q: Array, k: Array, geometry: Geometry, block_m: int) -> Array:
     for n in range(geometry.segments):
         begin, end = geometry.queries(n)
         rows, count = end - begin, geometry.guide_keys(n)
-        if count == 0 or geometry.block_count(block_m) == 1:
+        if count == 0 or not geometry.orders_queries(block_m):
             order[:, :, n, :rows] = np.arange(rows)
             continue
         guide = k[:, :, :count].mean(axis=2)  # [B, Hkv, D]

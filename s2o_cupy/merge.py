@@ -7,6 +7,7 @@ from typing import Any
 from .arrays.frameworks import framework_of
 from .errors import ArgumentTypeError, ArgumentValueError
 from .problem import LAYOUTS
+from .spec import is_one_of
 
 __all__ = ["merge_states"]
 
@@ -86,7 +87,7 @@ def _check(o1: Any, lse1: Any, o2: Any, lse2: Any, layout: Any) -> tuple[Any, An
     from array_api_compat import array_namespace, device
 
     arrays = {"o1": o1, "lse1": lse1, "o2": o2, "lse2": lse2}
-    if layout not in LAYOUTS:
+    if not is_one_of(layout, LAYOUTS):
         raise ArgumentValueError(f"layout is {layout!r}; accepted: {' or '.join(map(repr, LAYOUTS))}", "merge_states")
     owners, names = {}, {}
     for name, x in arrays.items():

@@ -14,7 +14,7 @@ from typing import Any
 from .by_head import checked_real
 from .caches import remembered_or_made
 from .errors import ArgumentTypeError, ArgumentValueError, warn_caller
-from .spec import MAX_HEAD_DIM, Geometry, Pass, S2OConfig
+from .spec import MAX_HEAD_DIM, Geometry, Pass, S2OConfig, is_one_of
 
 __all__ = [
     "BACKEND_DTYPES", "LAYOUTS", "PLAIN", "OnlyLayout", "Problem", "cached_validate", "check_count", "check_flag",
@@ -159,7 +159,7 @@ def cached_validate(
 
 
 def _check_layout(layout: Any) -> None:
-    if layout not in LAYOUTS:
+    if not is_one_of(layout, LAYOUTS):
         raise ArgumentValueError(f"layout is {layout!r}; accepted: {' or '.join(map(repr, LAYOUTS))}")
 
 

@@ -37,7 +37,7 @@ class Given(NamedTuple):
             return None
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class S2OStats:
     """Measurements of one ``s2o_attention`` call.
 

@@ -58,6 +58,7 @@ def test_same_bits_in_whole_segments(device, qkv):
         {}, {"window": 50}, {"segment": 64, "unit": 64}, {"unit": 1, "clusters": 2},
         {"rank": "weight", "unit": 1, "pooled_queries": 5}, {"tail": "first_order"},
         {"rank": "mean", "tail": "first_order"}, {"rank": "mean", "window": 50}, {"rank": "max"},
+        {"segment": 192}, {"segment": 192, "rank": "mean", "tail": "first_order"},  # the last one is less than a q tile
     ):  # fmt: skip
         config = replace(device.config, **changes)
         segment = config.segment

@@ -209,19 +209,22 @@ def test_what_is_remembered_is_bounded(torch, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "waits_after"),
+    ("options", "seqlen_k", "waits_after"),
     [
-        ({}, "pass1"),
-        ({"window": 64}, None),
-        ({"window": 64, "path": "portable"}, None),
-        ({"path": "portable", "tail": "first_order"}, "pass1"),
-        ({"rank": "weight"}, "pass1"),
-        ({"rank": "query", "tail": "none"}, "pass1"),
-        ({"dense_up_to": 9000}, None),
+        ({}, 2048, "pass1"),
+        ({"window": 64}, 2048, None),
+        ({"window": 64, "path": "portable"}, 2048, None),
+        ({"path": "portable", "tail": "first_order"}, 2048, "pass1"),
+        ({"rank": "weight"}, 2048, "pass1"),
+        ({"rank": "weight"}, 2044, None),
+        ({"rank": "query", "tail": "none"}, 2048, "pass1"),
+        ({"rank": "query", "tail": "none"}, 2044, None),
+        ({"dense_up_to": 9000}, 2048, None),
     ],
 )
-def test_pass_1_does_not_wait_for_keys(monkeypatch, options, waits_after):
-    """But for those of a window, or where it is all there is. A CUDA that only takes notes; on GPUs see below."""
+def test_pass_1_does_not_wait_for_keys(monkeypatch, options, seqlen_k, waits_after):
+    """But for those of a window, or of a unit inside which the queries begin, or where it is all there is. A CUDA that
+    only takes notes; on GPUs see below."""
     pytest.importorskip("cupy")
     from s2o_cupy.arrays.operand import Operand
     from s2o_cupy.cuda import pipeline, program
@@ -235,9 +238,9 @@ def test_pass_1_does_not_wait_for_keys(monkeypatch, options, waits_after):
     monkeypatch.setattr(program, "GraphCache", lambda cuda: graphs)
 
     config = S2OConfig(**{"segment": 128, "rank": "mean", "dense_up_to": 0} | options)
-    problem = Problem(1, 2, 1, 512, 2048, 64, "bfloat16", True, 0.125)
+    problem = Problem(1, 2, 1, 512, seqlen_k, 64, "bfloat16", True, 0.125)
     q = Operand(1 << 20, (1, 2, 512, 64), (2 * 512 * 64, 512 * 64, 64))
-    k = Operand(2 << 20, (1, 1, 2048, 64), (2048 * 64, 2048 * 64, 64))
+    k = Operand(2 << 20, (1, 1, seqlen_k, 64), (seqlen_k * 64, seqlen_k * 64, 64))
     clear_cache()
     try:
         for await_keys in (lambda: launched.append("wait"), None):

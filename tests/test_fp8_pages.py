@@ -253,6 +253,7 @@ OTHERS = {
         (OTHERS["float8_e5m2"], TypeError, "k_pages is float8_e5m2, as v_pages is; accepted: float32 as q, float8_"),
         (OTHERS["float8_e4m3fnuz"] | {"k_scale": 1.0}, TypeError, "k_pages is float8_e4m3fnuz, .*; accepted: float32"),
         (BYTES, TypeError, "k_pages is uint8.*; accepted: .* as uint8 with k_scale and v_scale"),
+        (BYTES | {"k_scale": 10**400}, ValueError, "k_scale is beyond what a float holds; accepted: a number"),
         ({"k_pages": WIDE["k_pages"]}, TypeError, "v_pages is .*4m3fn, with k_pages float32 and .*; accepted: .*both"),
         (BYTES | {"k_pages": WIDE["k_pages"], "k_scale": 1.0}, TypeError, "v_pages is uint8, with k_pages float32 and"),
         (WIDE | {"k_scale": 1.0}, ValueError, "k_scale is given, but k_pages is float32; accepted: scales of a cache"),

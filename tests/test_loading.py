@@ -40,6 +40,14 @@ def test_what_is_written_is_read(folder):
     assert [path.name for path in folder.iterdir()] == ["a"]  # nothing temporary is left
 
 
+def test_others_may_read_what_is_written(folder, tmp_path):
+    """As far as they may read the user's own files: kernels that an image was built with are anybody's in it."""
+    cubin_cache.write("a", ENTRY)
+    own = tmp_path / "own"
+    own.write_bytes(b"")
+    assert (folder / "a").stat().st_mode == own.stat().st_mode
+
+
 @pytest.mark.parametrize("how", ["emptied", "cut short", "overwritten", "first bit", "last bit"])
 def test_a_corrupt_file_is_not_there(folder, how):
     cubin_cache.write("a", ENTRY)
@@ -152,6 +160,7 @@ def test_without_a_folder_kernels_are_compiled_all_the_same(monkeypatch, compila
         (103, "sm_100"),
         (121, "sm_121a"),
         (130, "compute_121"),  # a newer family: the driver translates
+        (110, "compute_100"),  # and nothing that is newer than the device
     ],
 )
 def test_what_a_device_is_compiled_for(compute_capability, arch):

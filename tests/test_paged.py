@@ -127,6 +127,30 @@ def test_a_cache_of_both_and_other_strides(device, qkv, rng):
     np.testing.assert_array_equal(bits(device.xp.ascontiguousarray(out)), bits(expected))
 
 
+@pytest.mark.parametrize(
+    ("kept", "given"),
+    [
+        (lambda x: np.stack([x, x + 1], axis=2).reshape(len(x), -1), lambda x: x[:, ::2]),
+        (lambda x: x[:, ::-1], lambda x: x[:, ::-1]),
+        (lambda x: x.T, lambda x: x.T),
+    ],
+    ids=["in every other column", "turned round", "by columns"],
+)
+def test_a_page_table_may_lie_anyhow(device, qkv, rng, kept, given):
+    """Kernels read rows without gaps."""
+    q, k, v = (x.astype(device.dtype) for x in qkv(300, heads=4, kv_heads=2, batch=2))
+    table, pages = random_table(rng, [300, 300], 16)
+    caches = [device.xp.asarray(paged(x, table, pages, 16, "NHD", [300, 300])) for x in (k, v)]
+    lying = given(device.xp.asarray(np.ascontiguousarray(kept(table), np.int32)))
+    packed_q = np.concatenate([*q], axis=1).swapaxes(0, 1)
+    for queries, options in ((q, {}), (packed_q, {"cu_seqlens_q": [0, 300, 600]})):
+        found, expected = (
+            s2o_attention_paged(device.xp.asarray(queries), *caches, x, seqlen_k=300, config=device.config, **options)
+            for x in (lying, device.xp.asarray(table))
+        )
+        np.testing.assert_array_equal(bits(found), bits(expected))
+
+
 def test_pages_that_sequences_share(device, qkv):
     """A common prefix: entries may repeat."""
     q, k, v = (x.astype(device.dtype) for x in qkv(100, 640, batch=2, heads=2))

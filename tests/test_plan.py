@@ -83,7 +83,7 @@ def grids(problem: Problem, config: S2OConfig, plan: LaunchPlan) -> dict[str, in
     }
     method, geometry = plan.method, problem.geometry(config)
     assert isinstance(method, S2O)
-    if geometry.block_count(config.block_m) > 1:
+    if geometry.orders_queries(config.block_m):
         sizes |= {"guides": problem.batch * problem.kv_heads * 2, "rank_queries": plan.whole.rows}
     elif config.pools_queries:
         sizes["pool_queries"] = plan.whole.rows

@@ -34,13 +34,22 @@ def test_query_order_without_earlier_keys_is_the_identity():
 def test_queries_of_one_tile_keep_their_order():
     """All of them stop together, in whichever order they stand."""
     q, k = np.random.default_rng(0).standard_normal((2, 1, 2, 40, 8))
-    for segment, block_m in ((16, 16), (16, 100), (1000, 40)):
+    for segment, block_m in ((16, 16), (16, 100)):
         geometry = Geometry(40, 40, segment, is_causal=False)
         rows = [min(segment, 40 - n * segment) for n in range(geometry.segments)]
         order = s2o.query_order(q, k, geometry, block_m)
         for n, count in enumerate(rows):
             assert (order[:, :, n, :count] == np.arange(count)).all() and (order[:, :, n, count:] == -1).all()
-        assert (s2o.query_order(q, k, geometry, min(segment, 40) - 1)[:, :, 0, : rows[0]] != np.arange(rows[0])).any()
+        assert (s2o.query_order(q, k, geometry, segment - 1)[:, :, 0, : rows[0]] != np.arange(rows[0])).any()
+
+
+def test_a_short_segment_has_the_order_that_it_has_behind_others():
+    """Also where its queries, by themselves, are one q tile."""
+    q, k = np.random.default_rng(0).standard_normal((2, 1, 2, 40, 8))
+    whole = s2o.query_order(q, k, Geometry(40, 40, 32), 16)
+    alone = s2o.query_order(q[:, :, 32:], k, Geometry(8, 40, 32), 16)
+    np.testing.assert_array_equal(alone[:, :, 0, :8], whole[:, :, 1, :8])
+    assert (alone[:, :, 0, :8] != np.arange(8)).any()
 
 
 def test_query_order_compares_leading_bits():

@@ -164,6 +164,15 @@ def test_an_output_is_checked_as_a_whole(rng):
         np.testing.assert_array_equal(out, before)
 
 
+def test_nothing_is_written_before_all_schedules_fit(rng):
+    q, k, v = rng.standard_normal((3, 300, 2, 64))
+    schedules = [random_schedule(rng, n, n, segment=128) for n in (200, 50)]
+    out = np.zeros_like(q)
+    with pytest.raises(ValueError, match=r"schedules\[1\] is for seqlen_q 50; accepted: 100"):
+        gather_attention_varlen(q, k, v, [0, 200, 300], schedules, out=out)
+    assert not out.any()
+
+
 def test_what_is_refused(rng):
     q, k, v = packed_arrays(rng, lambda x: x.astype(np.float32))
     schedule = random_schedule(rng, 300, 500, segment=128)
@@ -172,7 +181,12 @@ def test_what_is_refused(rng):
         (lambda: gather_attention_varlen(q, k, v, STARTS_Q, [1] * 5, STARTS_K), TypeError, r"schedules\[0\] is a int"),
         (lambda: gather_attention_varlen(q, k, v, STARTS_Q, [None], STARTS_K), ValueError, "1 elements; accepted: 5"),
         (lambda: gather_attention_varlen(q, k, v, STARTS_Q, [None] * 4 + [schedule], STARTS_K), ValueError,
-         "the schedule is for seqlen_q 300; accepted: 680"),
+         r"schedules\[4\] is for seqlen_q 300; accepted: 680"),
+        (lambda: gather_attention_varlen(q, k, v, STARTS_Q, [None] * 4 + [schedule], STARTS_K, is_causal=False),
+         ValueError, r"is_causal is False, of schedules\[4\] True"),
+        (lambda: gather_attention_varlen(q, k, v, STARTS_Q, [None] * 5, STARTS_K, path="x"), ValueError, "path is 'x'"),
+        (lambda: gather_attention_varlen(q, k, v, STARTS_Q, [None] * 5, STARTS_K, return_lse=1), TypeError,
+         "return_lse is 1; accepted: True or False"),
         (lambda: gather_attention_varlen(q, k, v, [0, 5], [None], STARTS_K), ValueError, "cu_seqlens_q ends with 5"),
         (lambda: gather_attention_varlen(q[None], k, v, [0], []), ValueError, "q has 4 axes"),
     ):  # fmt: skip

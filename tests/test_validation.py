@@ -114,7 +114,7 @@ def test_is_causal_is_a_bool(is_causal):
         problem(Q, K, is_causal=is_causal)
 
 
-@pytest.mark.parametrize("layout", ["bhsd", "SBHD", None, 4])
+@pytest.mark.parametrize("layout", ["bhsd", "SBHD", None, 4, np.array(["BHSD", "BSHD"]), np.array("BHSD"), ["BHSD"]])
 def test_layout(layout):
     with pytest.raises(ValueError, match=r"layout is .*; accepted: 'BHSD' or 'BSHD'"):
         problem(Q, K, layout=layout)
@@ -230,6 +230,33 @@ def test_a_tau_finds_its_config_again():
     assert parse_config(mine, 0.5) == replace(mine, tau=0.5)
     assert parse_config(S2OConfig(segment=64, rank="mean"), 0.5) is parse_config(mine, 0.5)
     assert parse_config(None, 1) == S2OConfig(tau=1.0)
+
+
+@pytest.mark.parametrize("tau", [None, 0.5])
+def test_statistics_have_the_config_that_was_given(qkv, tau):
+    """Equal ones may differ in which fields are defaults, which `replace` finds anew."""
+    for _ in range(2):
+        for config in (S2OConfig(), S2OConfig(segment=128)):
+            _, stats = s2o_attention(*qkv(10), tau=tau, config=config, return_stats=True)
+            assert replace(stats.config, rank="mean").segment == replace(config, rank="mean").segment
+
+
+def test_statistics_are_themselves_alone(qkv):
+    one, other = (s2o_attention(*qkv(10), return_stats=True)[1] for _ in range(2))
+    assert one == one and one != other and len({one, other}) == 2
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda x: S2OConfig(rank=x), lambda x: S2OConfig(path=x), lambda x: S2OConfig(tail=x),
+        lambda x: s2o_attention(*np.ones((3, 1, 1, 2, 8), np.float32), backend=x),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("x", [np.array(["auto", "query"]), ["query"], np.array([1, 2])], ids=str)
+def test_an_array_is_no_name(given, x):
+    with pytest.raises(ValueError, match=r"(rank|path|tail|backend) is .*; accepted: "):
+        given(x)
 
 
 @pytest.mark.parametrize("bad", [None, 1.0, [[1.0]], "q", np.float32(1)], ids=lambda x: type(x).__name__)

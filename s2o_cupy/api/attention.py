@@ -165,7 +165,7 @@ def s2o_attention(
     ((1, 4, 512), (1, 4, 4, 2), 1.0)
     """
     known = None
-    if stream is None and return_stats is False and backend == "auto":
+    if stream is None and return_stats is False and isinstance(backend, str) and backend == "auto":
         known = find_known_call(q, k, v, out, tau, config, scale, softcap, is_causal, layout, return_lse)
         if known is not None:
             done = known.run(q, k, v, out, return_lse)
@@ -174,7 +174,7 @@ def s2o_attention(
     config = parse_config(config, tau)
     call = Call({"q": q, "k": k, "v": v}, backend, stream, out)
     batch = batched(tuple([x.form for x in call.infos]), config, call.backend, layout, is_causal, scale, softcap)
-    result = run(batch, call, return_lse=return_lse, return_stats=return_stats)
+    result = run(batch, call, return_lse=return_lse, return_stats=return_stats, config=config)
     if known is not None:
         known.learn(call, batch)
     return result

@@ -76,8 +76,9 @@ class Batch:
         self.layout = layout
         self.paged = page_layout is not None
         self.page_layout = page_layout or layout
-        # Of q, k and v: rows with gaps between their elements, which kernels do not read.
-        self.copied = tuple(shape[-1] > 1 and strides[-1] != _itemsize(dtype) for shape, strides, dtype in forms[:3])
+        # Of q, k, v and the page table: rows with gaps between their elements, which kernels do not read.
+        of_rows = forms[: 4 if self.paged else 3]
+        self.copied = tuple(shape[-1] > 1 and strides[-1] != _itemsize(dtype) for shape, strides, dtype in of_rows)
         self.is_copied = any(self.copied)
         self.shape_q, shape_k = forms[0][0], forms[1][0]
         self.total_q = self.shape_q[0] if packed else 0
@@ -147,13 +148,14 @@ class Batch:
 @remembered
 def _of_forms(batch: Batch, forms: tuple[Form, ...]) -> Batch:
     other = copy.copy(batch)
-    other._forms, other.copied, other.is_copied = forms, (False,) * 3, False
+    other._forms, other.copied, other.is_copied = forms, (False,) * len(batch.copied), False
     other.__dict__.pop("axes", None)
     return other
 
 
 def _itemsize(dtype: str) -> int:
-    return {"uint8": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[dtype]
+    sizes = {"uint8": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "float64": 8}
+    return sizes[dtype]
 
 
 @remembered_or_made

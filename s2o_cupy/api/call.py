@@ -12,6 +12,7 @@ from ..arrays.array_info import ArrayInfo, Device
 from ..arrays.frameworks import framework_of
 from ..arrays.frameworks.base import Framework, Output
 from ..errors import ArgumentValueError
+from ..spec import is_one_of
 from .on_gpu import load_pipeline
 
 __all__ = ["Call", "parse_backend"]
@@ -21,7 +22,7 @@ BACKENDS = ("auto", "cupy", "numpy")
 
 def parse_backend(backend: Any, device: Device, stream: Any) -> str:
     """ "cupy" or "numpy"."""
-    if backend not in BACKENDS:
+    if not is_one_of(backend, BACKENDS):
         raise ArgumentValueError(f"backend is {backend!r}; accepted: {', '.join(map(repr, BACKENDS))}")
     if device.kind not in ("cpu", "cuda"):
         raise ArgumentValueError(f"q, k and v are on {device}; accepted: the CPU or an NVIDIA GPU (move them there)")
@@ -78,6 +79,7 @@ class Call:
         """One like q, or ``out``, which `check_out` has seen."""
         if self.of_out is None:
             return self.framework.output_like(self.infos[0].shape, dtype, self.q, host=self.host)
+        self.framework.writes(self.out)
         return self.framework.output_into(self.out, self.of_out, host=self.host)
 
     def where_output_is(self, output: Output) -> ArrayInfo | Any:
@@ -89,8 +91,10 @@ class Call:
         return [self.framework.on_host(x) for x in self.inputs.values()]
 
     def exchanged(self) -> tuple[ArrayInfo, ...]:
-        """The inputs as the current stream may read them."""
+        """The inputs as the current stream may read them, and ``out`` as it may write it."""
         if self.framework.imports and self.stream is not None:  # describing orders the producer's stream and this one
+            if self.out is not None:
+                self.framework.describe(self.out)
             return tuple([self.framework.describe(x) for x in self.inputs.values()])
         return self.infos
 

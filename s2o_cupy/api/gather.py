@@ -8,6 +8,7 @@ from ..arrays.torch_compile import outside_graphs
 from ..caches import remembered
 from ..errors import ArgumentTypeError, ArgumentValueError, arguments_of
 from ..plan.schedule_form import ScheduleForm
+from ..problem import Problem, check_flag
 from ..schedules.schedule import Schedule
 from .batch import Batch, Cached, Form, batched, paged
 from .call import Call
@@ -155,10 +156,7 @@ def _with_schedule(inputs: dict[str, Any], schedule: Any, is_causal: Any) -> dic
             "Schedule.from_block_mask(mask, block=128)"
         )
     form, is_paged = schedule.form, "page_table" in inputs
-    if is_causal is not None and is_causal != form.is_causal:
-        raise ArgumentValueError(
-            f"is_causal is {is_causal!r}, of the schedule {form.is_causal}; accepted: the same, or None"
-        )
+    check_causal(form, is_causal)
     if is_paged and form.order_batch:
         raise ArgumentValueError("the schedule has a k_order; accepted: one without")
     return {**inputs, **{f"schedule.{name}": x for name, x in schedule.arrays.items()}}
@@ -186,25 +184,37 @@ _of_pass = remembered(ScheduleForm.of_pass)
 @remembered
 def _fitted(plain: Batch, forms: tuple[Form, ...], form: ScheduleForm) -> Batch:
     """The call of ``plain`` by a schedule that fits it."""
-    problem = plain.whole
+    check_fits(form, plain.whole)
+    return plain.with_schedule(form, forms)
+
+
+def check_causal(form: ScheduleForm, is_causal: Any, whose: str = "the schedule") -> None:
+    """Raise unless ``is_causal`` is what a schedule says, or None."""
+    if is_causal is not None and check_flag("is_causal", is_causal) != form.is_causal:
+        raise ArgumentValueError(
+            f"is_causal is {is_causal!r}, of {whose} {form.is_causal}; accepted: the same, or None"
+        )
+
+
+def check_fits(form: ScheduleForm, problem: Problem, whose: str = "the schedule") -> None:
+    """Raise unless a schedule, for errors ``whose``, is for a problem."""
     for name, found, expected in (
         ("seqlen_q", form.seqlen_q, problem.seqlen_q), ("seqlen_k", form.seqlen_k, problem.seqlen_k),
     ):  # fmt: skip
         if found != expected:
-            raise ArgumentValueError(f"the schedule is for {name} {found}; accepted: {expected}, of q, k and v")
+            raise ArgumentValueError(f"{whose} is for {name} {found}; accepted: {expected}, of q, k and v")
     heads, kv_heads, batch = problem.heads, problem.kv_heads, problem.batch
     for name, of_batch, of_heads in (
         ("lists", form.batch, form.list_heads), ("k_order", form.order_batch or 1, form.order_heads or 1),
     ):  # fmt: skip
         if of_batch not in (1, batch):
-            raise ArgumentValueError(f"the schedule's {name} have a batch of {of_batch}; accepted: 1 or q's, {batch}")
+            raise ArgumentValueError(f"{whose}'s {name} have a batch of {of_batch}; accepted: 1 or q's, {batch}")
         if of_heads not in (1, kv_heads, heads):
             raise ArgumentValueError(
-                f"the schedule's {name} have {of_heads} heads; accepted: 1, {kv_heads} (kv_heads) or {heads} (heads)"
+                f"{whose}'s {name} have {of_heads} heads; accepted: 1, {kv_heads} (kv_heads) or {heads} (heads)"
             )
     if isinstance(form.value_skip, tuple) and len(form.value_skip) != heads:
         raise ArgumentValueError(
-            f"the schedule's value_skip has {len(form.value_skip)} numbers; accepted: one, or {heads}, one "
+            f"{whose}'s value_skip has {len(form.value_skip)} numbers; accepted: one, or {heads}, one "
             "for each query head"
         )
-    return plain.with_schedule(form, forms)

@@ -9,10 +9,11 @@ from typing import Any
 from ..arrays.lengths import parse_starts
 from ..arrays.torch_compile import outside_graphs
 from ..errors import ArgumentTypeError, ArgumentValueError, arguments_of
-from ..problem import PLAIN
+from ..problem import PLAIN, Problem, check_flag
 from ..schedules.schedule import Schedule
+from ..spec import S2OConfig, check_path
 from .call import Call
-from .gather import gather_attention
+from .gather import check_causal, check_fits, gather_attention
 from .habits import answers_habits
 from .in_parts import Part, in_parts
 from .lengths import check_lengths, check_packed_keys, check_packed_queries, check_packed_shapes
@@ -81,12 +82,17 @@ def gather_attention_varlen(
     for i, x in enumerate(schedules):
         if not (x is None or isinstance(x, Schedule)):
             raise ArgumentTypeError(f"schedules[{i}] is a {type(x).__name__}; accepted: a Schedule, or None")
+    check_path(path)
     arrays = Call({"q": q, "k": k, "v": v}, backend, stream, out)
-    call = PackedTurns(arrays, cu_seqlens_q, cu_seqlens_k, is_causal, scale, softcap)
+    call = PackedTurns(arrays, cu_seqlens_q, cu_seqlens_k, is_causal, scale, softcap, path)
     if len(schedules) != call.sequences:
         raise ArgumentValueError(
             f"schedules has {len(schedules)} elements; accepted: {call.sequences}, one for each sequence"
         )
+    for i, x in enumerate(schedules):
+        if x is not None:
+            check_causal(x.form, is_causal, f"schedules[{i}]")
+            check_fits(x.form, call.problem(i, x.form.is_causal), f"schedules[{i}]")
 
     def attend(first: int, end: int, arrays: tuple[Any, ...], options: dict[str, Any]) -> Any:
         schedule = schedules[first]
@@ -102,9 +108,10 @@ class PackedTurns:
     """Packed sequences that take turns: the arrays, where sequences begin, and results put together."""
 
     def __init__(
-        self, call: Call, cu_seqlens_q: Any, cu_seqlens_k: Any, is_causal: Any, scale: Any, softcap: Any
-    ) -> None:
-        self.call = call
+        self, call: Call, cu_seqlens_q: Any, cu_seqlens_k: Any, is_causal: Any, scale: Any, softcap: Any,
+        path: str = "auto",
+    ) -> None:  # fmt: skip
+        self.call, self.path = call, path
         shapes, dtypes = tuple(tuple(x.shape) for x in call.infos), tuple(x.dtype for x in call.infos)
         causal = True if is_causal is None else is_causal
         check_packed_shapes(shapes, dtypes, PLAIN, call.backend, causal, scale, softcap)
@@ -120,15 +127,23 @@ class PackedTurns:
         self.sequences = len(self.starts_q) - 1
         self.options = {"scale": scale, "softcap": softcap, "backend": call.backend}
 
+    def problem(self, i: int, is_causal: bool) -> Problem:
+        """Sizes of sequence ``i``."""
+        (_, heads, head_dim), (_, kv_heads, _) = (x.shape for x in self.call.infos[:2])
+        seqlen_q, seqlen_k = (starts[i + 1] - starts[i] for starts in (self.starts_q, self.starts_k))
+        return Problem(1, heads, kv_heads, seqlen_q, seqlen_k, head_dim, self.call.infos[0].dtype, is_causal, 1.0)
+
     def dense(self, first: int, end: int, arrays: tuple[Any, ...], is_causal: bool, options: dict[str, Any]) -> Any:
         """Sequences ``first`` to ``end`` together."""
         starts = ([x - part[first] for x in part[first : end + 1]] for part in (self.starts_q, self.starts_k))
-        return s2o_attention_varlen(*arrays, *starts, tau=0, is_causal=is_causal, **options)
+        config = S2OConfig(tau=0, path=self.path)
+        return s2o_attention_varlen(*arrays, *starts, config=config, is_causal=is_causal, **options)
 
     def run(
         self, attend: Callable[..., Any], together: Sequence[bool], return_lse: bool, return_stats: bool
     ) -> Any:
         """``attend`` for each turn: a sequence, or neighbours that go ``together``."""
+        return_lse, return_stats = check_flag("return_lse", return_lse), check_flag("return_stats", return_stats)
         options = {**self.options, "return_lse": return_lse, "return_stats": return_stats}
 
         def part(first: int, end: int) -> Part:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ArgumentTypeError, ArgumentValueError
 from ..problem import MAX_SEQLEN, OnlyLayout, Problem, Shape, validate
-from ..spec import Pass, S2OConfig
+from ..spec import Pass, S2OConfig, is_one_of
 
 __all__ = [
     "PAGE_LAYOUTS", "check_lengths", "check_packed_keys", "check_packed_queries", "check_packed_shapes",
@@ -100,7 +100,7 @@ def check_lengths(i: int, seqlen_q: int, seqlen_k: int, is_causal: bool) -> None
 
 def check_paged_shapes(shapes: Sequence[Shape], dtypes: Sequence[str], layout: Any, packed: bool) -> None:
     """Of q, k_pages, v_pages and page_table."""
-    if layout not in PAGE_LAYOUTS:
+    if not is_one_of(layout, PAGE_LAYOUTS):
         raise ArgumentValueError(f"layout is {layout!r}; accepted: {' or '.join(map(repr, PAGE_LAYOUTS))}")
     pages = "pages, page_size, kv_heads, head_dim" if layout == "NHD" else "pages, kv_heads, page_size, head_dim"
     axes = {

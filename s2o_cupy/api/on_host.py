@@ -12,6 +12,7 @@ from ..plan.error_search import sampled, searched
 from ..plan.schedule_form import ScheduleForm
 from ..problem import Problem
 from ..reference import s2o
+from ..reference.dense import quiet
 from ..reference.error_taus import error_taus
 from ..reference.fp8 import from_e4m3
 from ..reference.gather import gather
@@ -126,6 +127,7 @@ def attend(
     return np.concatenate(visited)
 
 
+@quiet  # casts of NaN and of what another dtype does not hold
 def _attend(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None, config: S2OConfig,
     options: dict[str, Any],

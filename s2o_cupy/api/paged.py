@@ -166,7 +166,7 @@ def s2o_attention_paged(
     forms = tuple([x.form for x in call.infos[:4]])
     batch = paged(forms, starts_q, cached, config, call.backend, is_causal, scale, softcap)
     check_scales(dict(zip(arrays, call.infos[4:], strict=True)), batch.whole.kv_heads)
-    if return_stats and not batch.packed and len(batch.all_parts) > 1:
+    if return_stats is True and not batch.packed and len(batch.all_parts) > 1:
         lengths = [x.problem.seqlen_k for x in batch.all_parts]
         raise ArgumentValueError(
             f"return_stats with seqlen_k of {len(lengths)} different lengths in turn ({lengths}); "
@@ -178,7 +178,7 @@ def s2o_attention_paged(
     if fp8:
         k, v = (x if isinstance(x, float) else None for x in parsed.values())
         scales = k, v
-    return run(batch, call, return_lse=return_lse, return_stats=return_stats, scales=scales)
+    return run(batch, call, return_lse=return_lse, return_stats=return_stats, scales=scales, config=config)
 
 
 def check_rows(k_pages: ArrayInfo, v_pages: ArrayInfo) -> None:

@@ -31,17 +31,18 @@ def parse_config(config: Any, tau: Any, owner: str = "") -> S2OConfig:
         config = DEFAULT
     elif not isinstance(config, S2OConfig):
         raise not_a_config(config, owner)
-    return config if tau is None else _with_tau(config, check_tau(tau, owner))
+    return config if tau is None else _with_tau(config, check_tau(tau, owner), config.given)
 
 
 @remembered  # making a config anew, with its checks, would take 20 microseconds of each call
-def _with_tau(config: S2OConfig, tau: float | tuple[float, ...]) -> S2OConfig:
+def _with_tau(config: S2OConfig, tau: float | tuple[float, ...], given: tuple[str, ...]) -> S2OConfig:
+    """``given``: fields of ``config``, in which equal ones may differ."""
     return config.with_tau(tau)
 
 
 def run(
     batch: Batch, call: Call, *, return_lse: bool, return_stats: bool, await_keys: Callable[[], None] | None = None,
-    schedule: Schedule | None = None, scales: Scales | None = None,
+    schedule: Schedule | None = None, scales: Scales | None = None, config: S2OConfig | None = None,
 ) -> Any:  # fmt: skip
     """Run ``batch`` on the inputs of ``call``: q, k and v and, of a paged call, the page table and arrays of its
     ``scales``, of `gather_attention` the arrays of its ``schedule``.
@@ -49,6 +50,9 @@ def run(
     ``await_keys``, for keys and values that are on their way, is called once, on the device and stream of the call,
     before anything reads keys or values before those of the queries (the last seqlen_q): on a GPU after pass 1 is
     launched, if that reads none of them. It is not called where there is nothing to compute.
+
+    ``config``: the caller's own, which statistics have. That of ``batch`` may be an equal one, other fields of which
+    were given.
     """
     framework = call.framework
     if return_lse is not False and return_lse is not True:
@@ -99,7 +103,7 @@ def run(
             of_taus = None if taus is None else taus.finish()
             given = Given.of((*call.inputs.values(),), batch.layout) if batch.alone and not batch.paged else None
             stats = [
-                S2OStats(x.finish(), problem, batch.config, *how.get(i, NOTHING_RAN), of_taus, given)
+                S2OStats(x.finish(), problem, config or batch.config, *how.get(i, NOTHING_RAN), of_taus, given)
                 for i, (x, problem) in enumerate(zip(visited, batch.problems, strict=True))
             ]
             results.append(stats if batch.packed else stats[0])

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays.array_info import ArrayInfo
 from ..arrays.frameworks import framework_of
+from ..by_head import checked_real
 from ..errors import ArgumentTypeError, ArgumentValueError
 
 __all__ = ["FP8", "Scales", "check_scales", "is_fp8_cache", "parse_scale"]
@@ -23,7 +24,7 @@ def parse_scale(name: str, x: Any) -> Any:
     if x is None:
         return 1.0
     if isinstance(x, numbers.Real) and not isinstance(x, bool):
-        return _checked(name, float(x))
+        return _checked(name, checked_real(name, x, "a number, or an array of float32"))
     if isinstance(x, (str, bytes, list, tuple)):
         raise ArgumentTypeError(f"{name} is a {type(x).__name__}; accepted: a number, or an array of float32")
     framework = framework_of(name, x)

@@ -139,4 +139,4 @@ def s2o_attention_varlen(
     starts_k = None if cu_seqlens_k is None else parse_starts("cu_seqlens_k", cu_seqlens_k)
     forms = tuple([x.form for x in call.infos])
     batch = packed(forms, starts_q, starts_k, config, call.backend, is_causal, scale, softcap)
-    return run(batch, call, return_lse=return_lse, return_stats=return_stats)
+    return run(batch, call, return_lse=return_lse, return_stats=return_stats, config=config)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,13 +68,13 @@ def write(name: str, entry: Entry) -> None:
     temporary = None
     try:
         where.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=where, delete=False) as file:
-            temporary = file.name
+        temporary = where / f"{name}.{uuid.uuid4().hex}"
+        with temporary.open("xb") as file:  # not of tempfile, which lets nobody else read
             file.write(hashlib.sha256(rest).digest() + rest)
-        os.replace(temporary, where / name)
+        temporary.replace(where / name)
     except OSError:  # read-only, full, or not to be made: then for this process only
         if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
 
 def unwritable() -> str | None:

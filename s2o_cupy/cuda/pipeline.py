@@ -188,8 +188,10 @@ class Prepared:
         planned = stages.launches(self.plan, problem, config, operands, self.workspace, layout.paging)
         self.program = Program([x for x in planned if x.blocks > 0], device, BASES)
         steps = self.program.launches
-        # Whether pass 1 reads no keys but the queries' own.
-        self.own_keys_first = not self.plan.dense and problem.is_causal and self.plan.of_pass.window == 0
+        # Whether pass 1 reads no keys but the queries' own. Where they begin inside a unit, it reads the unit's others.
+        of_pass, geometry = self.plan.of_pass, self.plan.geometry
+        in_whole_units = problem.is_causal and of_pass.window == 0 and geometry.offset % geometry.unit == 0
+        self.own_keys_first = in_whole_units and not self.plan.dense
         self.needs_taus = isinstance(config, S2OConfig) and config.error is not None and not self.plan.dense
         # What lies in the workspace where a call has no address of its own for it: its index in BASES, its offset.
         places = self.workspace.places

@@ -16,7 +16,7 @@ from .schedule import Schedule
 __all__ = ["GatherStats"]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class GatherStats:
     """Measurements of one ``gather_attention`` call.
 

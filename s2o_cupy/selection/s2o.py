@@ -92,8 +92,7 @@ class S2O:
         # At most MAX_SEGMENT.
         self.sort_slots = max(kernels.WARP, 1 << (min(config.segment, problem.seqlen_q) - 1).bit_length())
         self.order = ORDERS[config.rank](setting)
-        # A tile of all of a segment's queries stops with them all, in whichever order.
-        self.orders_queries = setting.geometry.block_count(config.block_m) > 1
+        self.orders_queries = setting.geometry.orders_queries(config.block_m)
         # No grid has more blocks than a round has elements.
         budget = min(config.workspace_bytes, MAX_GRID * BYTES_PER_CANDIDATE)
         geometry = setting.geometry

@@ -18,7 +18,7 @@ from .config import (
     tau_text,
 )
 from .constants import *  # noqa: F403
-from .fields import checked_int, names_its_fields
+from .fields import checked_int, is_one_of, names_its_fields
 from .geometry import Geometry, moment_group, moment_keys, moment_place, moment_samples, tail_samples
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "UNIT_RANKS",
     "check_path",
     "checked_int",
+    "is_one_of",
     "moment_group",
     "moment_keys",
     "moment_place",

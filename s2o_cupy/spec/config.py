@@ -27,7 +27,16 @@ from .constants import (
     UNITS,
     WEIGHT_RUN,
 )
-from .fields import Default, DefaultInt, DefaultText, checked_int, names_its_fields, plain, takes_defaults_for_given
+from .fields import (
+    Default,
+    DefaultInt,
+    DefaultText,
+    checked_int,
+    is_one_of,
+    names_its_fields,
+    plain,
+    takes_defaults_for_given,
+)  # fmt: skip
 from .geometry import Geometry
 
 __all__ = [
@@ -67,7 +76,7 @@ MAX_POOLED_QUERIES = {name: rank.most_pooled for name, rank in _BY_RANK.items() 
 
 
 def check_path(path: Any, owner: str = "") -> None:
-    if path not in PATHS:
+    if not is_one_of(path, PATHS):
         raise ArgumentValueError(f"path is {path!r}; accepted: {', '.join(map(repr, PATHS))}", owner)
 
 
@@ -228,7 +237,7 @@ class S2OConfig:
 
     def __post_init__(self) -> None:
         self._default("rank", "weight" if self._is_given("pooled_queries") else "query")
-        if self.rank not in RANKS:
+        if not is_one_of(self.rank, RANKS):
             raise ArgumentValueError(f"rank is {self.rank!r}; accepted: {', '.join(map(repr, RANKS))}")
         rank = _BY_RANK[self.rank]
         self._default("segment", rank.segment)
@@ -265,7 +274,7 @@ class S2OConfig:
             self._set("dense_up_to", checked_int("dense_up_to", self.dense_up_to, 0))
         if self.dense_last is not None:
             self._set("dense_last", checked_int("dense_last", self.dense_last, 0))
-        if self.tail is not None and self.tail not in TAILS:
+        if self.tail is not None and not is_one_of(self.tail, TAILS):
             raise ArgumentValueError(f"tail is {self.tail!r}; accepted: {', '.join(map(repr, TAILS))}")
         check_path(self.path)
         _ = self.values, self.of_pass  # found here, so that torch.compile meets nothing but values
@@ -292,6 +301,11 @@ class S2OConfig:
         """Of a field that was not given, or whose value is a default found before."""
         if not self._is_given(name):
             self._set(name, DefaultText(value) if isinstance(value, str) else DefaultInt(value))
+
+    @functools.cached_property
+    def given(self) -> tuple[str, ...]:
+        """The names of fields that have no default of their own finding."""
+        return tuple(field.name for field in fields(self) if self._is_given(field.name))
 
     @functools.cached_property
     def values(self) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import numbers
+from collections.abc import Container
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
@@ -11,7 +12,8 @@ from ..errors import ArgumentError, ArgumentTypeError, ArgumentValueError, witho
 from ..nearest import meant
 
 __all__ = [
-    "Default", "DefaultInt", "DefaultText", "checked_int", "names_its_fields", "plain", "takes_defaults_for_given",
+    "Default", "DefaultInt", "DefaultText", "checked_int", "is_one_of", "names_its_fields", "plain",
+    "takes_defaults_for_given",
 ]  # fmt: skip
 
 
@@ -24,6 +26,11 @@ def checked_int(name: str, value: Any, low: int, high: int | None = None, owner:
     if number < low or (high is not None and number > high):
         raise ArgumentValueError(f"{name} is {number}; accepted: {accepted}", owner)
     return number
+
+
+def is_one_of(value: Any, choices: Container[str]) -> bool:
+    """Whether it is one of some names; an array, which compares by element, is none."""
+    return isinstance(value, str) and value in choices
 
 
 class Default:

@@ -155,6 +155,11 @@ class Geometry:
         visible = self.queries(n)[0] + self.offset if self.is_causal else self.seqlen_k
         return max(0, min(self.segment, visible))
 
+    def orders_queries(self, block_m: int) -> bool:
+        """Whether a segment's queries are put in order: one q tile stops as one, in whichever they stand. By the
+        segment alone, so that a short last one by itself, as a chunk, has the order that it has behind the others."""
+        return self.segment > block_m
+
     def block_count(self, block_m: int) -> int:
         """Query tiles of a full segment."""
         return -(-min(self.segment, self.seqlen_q) // block_m)

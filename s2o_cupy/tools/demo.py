@@ -183,7 +183,8 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"No GPU used: {found['gpu_problem']}. NumPy's reference ran; its time says nothing of a GPU's.")
     if seqlen_k < LONG:
         lines.append(
-            "Savings grow with the context, and this one is short: `s2o demo retrieval` shows one of 16,384 tokens."
+            "Savings grow with the context, and this one is short: `s2o demo retrieval`, which `make demo` puts in "
+            ".venv/bin, shows one of 16,384 tokens."
         )
     if found["picture"]:
         lines.append(f"Picture: {found['picture']}")

@@ -33,7 +33,7 @@ def query_order_parts(order: Array, q: Array, k: Array, geometry: Geometry, bloc
         different += int((mine != reference[:, :, n, :count]).sum())
         permutation = (np.sort(mine, axis=-1) == np.arange(count)).all(axis=-1)  # [B, H]
         part[:, :, n][~permutation] = np.inf
-        if geometry.block_count(block_m) == 1:  # not sorted
+        if not geometry.orders_queries(block_m):
             part[:, :, n][(mine != reference[:, :, n, :count]).any(axis=-1)] = np.inf
             continue
         guide = np.repeat(k[:, :, :guide_keys].mean(axis=2), group, axis=1)  # [B, H, D]

@@ -166,7 +166,7 @@ def compare(
 
     # Query order: descending in exact scores, up to the rounding of two neighbouring scores and the bits that are cut.
     # Where a segment is one q tile there is none.
-    if ordered and geometry.block_count(config.block_m) > 1:
+    if ordered and geometry.orders_queries(config.block_m):
         rows.integers("query order", *query_order_parts(stages.q_order, q, k, geometry, config.block_m))
     step()
 

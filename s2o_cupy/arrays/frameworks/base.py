@@ -127,6 +127,9 @@ class Framework:
         """The native array of `output_like` on a GPU, of an array that `look` has found plain."""
         return self.output_like(shape, dtype, like, host=False).native
 
+    def writes(self, out: Any) -> None:
+        """The caller's ``out`` is about to be written, by its address: tell who keeps count."""
+
     def output_into(self, out: Any, info: ArrayInfo, *, host: bool) -> Output:
         """An output that is written to the caller's ``out``, of which ``info`` was found."""
         if not host:

@@ -164,6 +164,10 @@ class TorchFramework(Framework):
     def store(self, native: np.ndarray, out: Any) -> None:
         out.detach().copy_(self.export(native, out))
 
+    def writes(self, out: Any) -> None:
+        if not out.is_inference():  # such a tensor has no count, and no gradient needs it
+            sys.modules["torch"].autograd.graph.increment_version(out)
+
     def output(self, shape: tuple[int, ...], dtype: str, like: Any, *, host: bool) -> Output:
         torch = sys.modules["torch"]
         # torch's own allocator, also under graph capture
