@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from .errors import ArgumentTypeError
+
 __all__ = ["CALLS", "clear_cache", "forgets", "remembered", "remembered_or_made"]
 
 # Calls that are remembered, by shapes, strides, dtypes, lengths and options. A model's layers share a few; packed
@@ -32,6 +34,8 @@ def remembered_or_made(function: F) -> F:
     def found(*arguments: Any) -> Any:
         try:
             return known(*arguments)
+        except ArgumentTypeError:
+            raise
         except TypeError:
             return function(*arguments)
 

@@ -177,6 +177,10 @@ def test_check_looks_at_every_order_of_a_shared_list():
 MASK = np.ones((1, 1, 2, 2), bool)
 
 
+def one_row(**options):
+    return Schedule.from_csr(np.array([0, 1, 2]), np.array([0, 0]), seqlen_q=256, seqlen_k=256, **options)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -197,6 +201,12 @@ MASK = np.ones((1, 1, 2, 2), bool)
         (lambda: tokens([0], [0], segment=128, sinks=3, is_causal=False), "sinks is 3 with is_causal=False"),
         (lambda: tokens([0], [0], segment=128, sinks=300), "sinks is 300; accepted: up to seqlen_k, 256"),
         (lambda: tokens([0], [0], block_m=32), "block_m is 32; accepted: 64 or 128"),
+        (lambda: tokens([0], [0], block_m=128.0), "block_m is 128.0; accepted: 64 or 128"),
+        (lambda: Schedule.from_block_mask(MASK, 64, block_m=None), "block_m is None; accepted: 64 or 128"),
+        (lambda: one_row(unit=True), "unit is True; accepted: 1, 64 or 128"),
+        (lambda: one_row(batch=-1), "batch is -1; accepted: an integer >= 0"),
+        (lambda: one_row(list_heads="x"), r"list_heads is 'x' \(str\); accepted: an integer >= 0"),
+        (lambda: tokens([0], [0], is_sorted="x"), "is_sorted is 'x'; accepted: True or False"),
         (lambda: tokens([0]), r"there are 1 lists; accepted: 2, q tiles of 128 in seqlen_q \(256\)"),
         (lambda: tokens([0], [0], seqlen_k=200), "seqlen_q 256 exceeds seqlen_k 200; accepted with is_causal=True"),
         (lambda: tokens([0], [0], windows=3), "windows is no argument; accepted beside its own: block_m, per_segment"),

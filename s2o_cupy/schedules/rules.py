@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..arrays.frameworks import framework_of
@@ -13,7 +13,7 @@ from ..plan.schedule_form import ScheduleForm
 from ..problem import GPU_BLOCK_M, MAX_SEQLEN
 from ..spec import MAX_SEGMENT
 
-__all__ = ["INTEGERS", "UNITS", "Rules", "check_blocks", "form_of", "shape_of"]
+__all__ = ["INTEGERS", "UNITS", "Rules", "check_blocks", "check_number", "form_of", "shape_of"]
 
 INTEGERS = ("int32", "int64")
 UNITS = (1, 64, 128)  # neighbouring keys that one entry of a list stands for
@@ -47,6 +47,13 @@ class Rules(NamedTuple):
 FURTHER = Rules._fields[3:]
 
 
+def check_number(name: str, value: Any, choices: Sequence[int], where: str) -> None:
+    """Raise unless it is one of some integers."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value not in choices:
+        *most, last = choices
+        raise ArgumentValueError(f"{name} is {value!r}; accepted: {', '.join(map(str, most))} or {last}", where)
+
+
 def form_of(where: str, shape: tuple[Any, ...], rules: Rules) -> ScheduleForm:
     """The checked form. ``shape``: the lists' (batch, list heads, lists); None: as many lists as there must be."""
     seqlen_q, seqlen_k, unit, block_m, per_segment, segment, window, sinks, is_causal, k_order, tau, skip = rules
@@ -59,10 +66,8 @@ def form_of(where: str, shape: tuple[Any, ...], rules: Rules) -> ScheduleForm:
     for name, value in (("is_causal", is_causal), ("per_segment", per_segment)):
         if not isinstance(value, bool):
             raise ArgumentTypeError(f"{name} is {value!r}; accepted: True or False", where)
-    if unit not in UNITS:
-        raise ArgumentValueError(f"unit is {unit!r}; accepted: 1, 64 or 128", where)
-    if block_m not in GPU_BLOCK_M:
-        raise ArgumentValueError(f"block_m is {block_m!r}; accepted: 64 or 128", where)
+    check_number("unit", unit, UNITS, where)
+    check_number("block_m", block_m, GPU_BLOCK_M, where)
     if is_causal and seqlen_q > seqlen_k:
         raise ArgumentValueError(
             f"seqlen_q {seqlen_q} exceeds seqlen_k {seqlen_k}; accepted with is_causal=True: no more queries "

@@ -9,9 +9,11 @@ from typing import Any
 from ..arrays.frameworks import framework_of, to_host
 from ..errors import ArgumentValueError, arguments_of
 from ..plan.schedule_form import ScheduleForm
+from ..problem import GPU_BLOCK_M, check_flag
+from ..spec import checked_int
 from .check import check_lists
 from .lists import Lists, csr_lists, in_c_order, mask_lists, padded_lists, sinks_of
-from .rules import INTEGERS, UNITS, Rules, check_blocks, form_of, shape_of
+from .rules import INTEGERS, UNITS, Rules, check_blocks, check_number, form_of, shape_of
 
 __all__ = ["Schedule"]
 
@@ -79,9 +81,9 @@ class Schedule:
         """
         where = "Schedule.from_block_mask"
         shape = shape_of(where, "mask", mask, ("bool",), 4, "(batch or 1, heads, lists, key blocks)")
-        if block not in UNITS[1:]:
-            raise ArgumentValueError(f"block is {block!r}; accepted: 64 or 128", where)
+        check_number("block", block, UNITS[1:], where)
         given = Rules.parse(where, seqlen_q, seqlen_k, block, rules)
+        check_number("block_m", given.block_m, GPU_BLOCK_M, where)
         list_rows = (given.segment if given.per_segment else None) or given.block_m
         if seqlen_q is seqlen_k is None and given.is_causal and shape[2] * list_rows > shape[3] * block:
             raise ArgumentValueError(
@@ -173,7 +175,9 @@ class Schedule:
         shape_of(where, "indices", indices, INTEGERS, 1, "(any,)")
         ndim = 1 if len(getattr(indptr, "shape", ())) == 1 else 3
         shape = shape_of(where, "indptr", indptr, INTEGERS, ndim, "(batch or 1, list heads, lists + 1), or one row")
-        lists = shape[:2] if ndim == 3 else (batch, list_heads)
+        counts = {"batch": batch, "list_heads": list_heads}
+        of_one_row = tuple([checked_int(name, x, 0, owner=where) for name, x in counts.items()])
+        lists = shape[:2] if ndim == 3 else of_one_row
         rules = Rules(
             seqlen_q, seqlen_k, unit, block_m, per_segment, segment, window, sinks, is_causal, k_order, tau, value_skip
         )
@@ -253,6 +257,7 @@ class Schedule:
 
     @classmethod
     def _make(cls, form: ScheduleForm, like: Any, lists: Any, k_order: Any, is_sorted: bool) -> Schedule:
+        is_sorted = check_flag("is_sorted", is_sorted)
         with framework_of("array", like).wide_integers():
             made = lists()
             sinks = sinks_of(like, form) if form.sinks else None

@@ -25,7 +25,8 @@ class DlpackFramework(Framework):
     name = "DLPack"
 
     def owns(self, x: Any) -> bool:
-        return hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__") and not isinstance(x, np.generic)
+        has_data = hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__")
+        return has_data and not isinstance(x, (np.generic, type))
 
     imports = True
 
