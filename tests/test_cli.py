@@ -18,7 +18,7 @@ import s2o_cupy
 import s2o_cupy.__main__
 from s2o_cupy.cuda import compiler
 from s2o_cupy.cuda.compiler import CompiledKernel
-from s2o_cupy.tools import cli, compile_ahead, info
+from s2o_cupy.tools import cli, compile_ahead, info, inputs
 
 ROOT = Path(s2o_cupy.__file__).parents[1]
 
@@ -117,6 +117,33 @@ def test_tune_writes_what_register_takes(tmp_path):
     for out, message in ((tmp_path, "a file in a folder that exists"), (tmp_path / "no" / "a.json", "that exists")):
         result = s2o("tune", "--density", "0.9", *small, "--out", out)
         assert result.returncode == cli.UNABLE and message in result.stderr
+
+
+@pytest.mark.parametrize("fails", ["out", "plot"])
+def test_a_result_is_not_lost_with_a_file(tmp_path, monkeypatch, fails):
+    """It is printed where no file can be written, and written where no picture can be drawn."""
+    pytest.importorskip("matplotlib")
+    from s2o_cupy.tools import plot
+
+    def full(*arguments):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(*((cli, "write_text") if fails == "out" else (plot, "draw_sweep")), full)
+    out = tmp_path / "a.json"
+    out.write_text("before")
+    small = ["--length", "300", "--segment", "64", "--block-n", "64", "--taus", "0.5,0.1"]
+    result = s2o("tune", "--density", "0.9", *small, "--out", out, "--plot", tmp_path / "a.png")
+    assert result.returncode == cli.UNABLE and "the disk is full" in result.stderr and "tau" in result.stdout
+    assert (out.read_text() == "before") == (fails == "out")
+
+
+def test_no_file_is_read_and_written(tmp_path):
+    qkv = tmp_path / "a.npz"
+    inputs.save(qkv, inputs.builtin("random", 300))
+    for options in (["--out", qkv], ["--out", tmp_path / "b.png", "--plot", tmp_path / "b.png"]):
+        result = s2o("tune", qkv, "--density", "0.9", *options)
+        assert result.returncode == cli.UNABLE and "accepted: a file of its own" in result.stderr
+    assert inputs.load(qkv).q.shape[-2] == 300
 
 
 @pytest.mark.parametrize("command", ["demo", "diff", "tune", "tune-model --loss 1 m t", "report m t"])

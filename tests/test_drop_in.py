@@ -208,6 +208,16 @@ def test_what_flash_attn_has_and_s2o_has_not(tensors):
         flash_attn_varlen_func(*varlen, block_table=torch.zeros(1, 1))
 
 
+def test_windows_under_autocast(tensors):
+    """Tensors are cast as those of other calls are, before their dtypes are compared."""
+    q, k, v = (x.transpose(1, 2) for x in tensors(50, heads=2))
+    mixed = q.float(), k.bfloat16(), v.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        o = flash_attn_func(*mixed, causal=True, window_size=(5, 0))
+    expected = flash_attn_func(*(x.bfloat16() for x in mixed), causal=True, window_size=(5, 0))
+    assert torch.equal(o, expected)
+
+
 def test_shapes_are_checked_before_windows(tensors):
     q, k, v = (x.transpose(1, 2) for x in tensors(50, heads=2, batch=2))
     options = {"causal": True, "window_size": (5, 0)}
@@ -215,6 +225,8 @@ def test_shapes_are_checked_before_windows(tensors):
         flash_attn_func(q, k[:, :40], v[:, :40], **options)
     with pytest.raises(ValueError, match="q has batch 2, k and v have 1"):
         flash_attn_func(q, k[:1], v[:1], **options)
+    with pytest.raises(ValueError, match=r"q has 3 axes; accepted with window_size: \(batch, seqlen, heads"):
+        flash_attn_func(q[0], k[0], v[0], **options)
     with pytest.raises(TypeError, match="config is a dict"):
         flash_attn_func(q, k, v, **options, config={})
     with pytest.raises(ValueError, match="flash_attn_varlen_func: sequence 0 has 50 queries and 40 keys"):

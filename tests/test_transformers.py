@@ -209,6 +209,24 @@ def test_training(ids):
     assert s2o.calls["s2o"] == 3
 
 
+def test_reentrant_checkpoints(ids):
+    """Their layers run without gradients first, and then with them: the same attention both times."""
+    s2o = register(config=DENSE.with_tau(0.5), min_seqlen=100)
+    losses, gradients = [], []
+    for name in ("sdpa", "s2o"):
+        torch.manual_seed(0)
+        model = llama(attn_implementation=name).train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+        model.enable_input_require_grads()
+        with torch.enable_grad():
+            loss = model(ids, labels=ids, use_cache=False).loss
+            loss.backward()
+        losses.append(loss.detach())
+        gradients.append(model.model.layers[0].self_attn.q_proj.weight.grad)
+    assert s2o.calls == {"gradients": 6}
+    assert torch.equal(*losses) and torch.equal(*gradients)
+
+
 def test_each_reason_by_itself(qkv):
     """The output is sdpa's, bit for bit, and the reason is counted."""
     q, k, v = (torch.from_numpy(x) for x in qkv(200, heads=4, kv_heads=2))

@@ -114,6 +114,9 @@ def test_a_mask_that_is_not_in_memory():
     q, k = torch.randn(2, 2, 3, 8), torch.randn(2, 2, 6, 8)
     attend = torch.nn.functional.scaled_dot_product_attention
     assert torch.equal(attend(q, k, k, attn_mask=mask), attend(q, k, k, attn_mask=made))
+    buffer = torch.empty_like(made)
+    buffer.copy_(mask)  # is written, not the mask
+    assert torch.equal(buffer, made)
     for write in (lambda: mask.fill_(False), lambda: mask.__setitem__(0, False)):
         with pytest.raises(TypeError, match="would write to a mask that is not in memory"):
             write()

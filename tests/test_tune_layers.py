@@ -16,10 +16,11 @@ from s2o_cupy import S2OConfig
 from s2o_cupy.plan import launch_plan
 from s2o_cupy.spec import RANKS
 from s2o_cupy.tools import cli, error_per_head, inputs
+from s2o_cupy.tools.layer_curves import LayerCurves
 from s2o_cupy.tools.layer_files import head_names, layer_file, layers_of, load_layers
 from s2o_cupy.tools.layer_settings import plain_config, plain_per_layer, read_settings
 from s2o_cupy.tools.tau_ladder import Unit, ladder
-from s2o_cupy.tools.tune_layers import ordering, tune_layers
+from s2o_cupy.tools.tune_layers import by_error, ordering, tune_layers
 
 CONFIG = S2OConfig(segment=32, block_m=32, block_n=16, unit=8)
 TAUS = (0.5, 0.1, 0.02)
@@ -304,3 +305,30 @@ def test_the_picture(file, capsys, tmp_path):
     assert cli.main(arguments) == cli.OK
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5_000
     assert "density at most 0.9, a tau for each head" in capsys.readouterr().out
+
+
+def test_one_tau_for_all_layers_has_the_error_in_all():
+    """Also where the errors of one rise as tau falls."""
+    def of(layer, *errors):
+        found = np.array(errors)[:, None]
+        return LayerCurves(layer, (0.5, 0.1, 0.05), found, found, np.ones(1), 8, 8, 4096, False)
+
+    curves = [of(0, 0.2, 0.05, 0.05), of(1, 0.05, 0.2, 0.05)]
+    assert [float(x[0]) for x in by_error(curves, 0.1, "layer")] == [0.1, 0.5]
+    assert [float(x[0]) for x in by_error(curves, 0.1, "model")] == [0.05, 0.05]
+    assert [float(x[0]) for x in by_error(curves, 0.01, "model")] == [0.0, 0.0]
+
+
+def test_layers_of_a_file_are_told_apart(tmp_path):
+    for layers, message in (
+        ([3, 3], r"layers is \[3, 3\]; accepted: different numbers from 0 on"),
+        ([-1, 3], r"layers is \[-1, 3\]; accepted: different"),
+        ([1, 3, 5], "q has 4 heads of 3 layers; accepted: as many each"),
+    ):
+        inputs.save(tmp_path / "a.npz", inputs.builtin("random", 100, kv_heads=2), layers)
+        with pytest.raises(ValueError, match=f"a.npz: {message}"):
+            load_layers(tmp_path / "a.npz")
+    broken = tmp_path / "a.safetensors"
+    broken.write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
+    with pytest.raises(ValueError, match="a.safetensors: not a readable .safetensors file .a header of"):
+        load_layers(broken)

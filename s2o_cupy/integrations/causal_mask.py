@@ -67,7 +67,8 @@ class CausalMask(torch.Tensor):  # type: ignore[misc]
                 device, dtype, _, _ = torch._C._nn._parse_to(*args[1:], **kwargs)
                 if dtype in (None, torch.bool):
                     return args[0]._on(device)
-            if func is torch.Tensor.__setitem__ or (func.__name__[-1] == "_" and func.__name__[-2:] != "__"):
+            writes = func is torch.Tensor.__setitem__ or (func.__name__[-1] == "_" and func.__name__[-2:] != "__")
+            if (writes and isinstance(args[0], cls)) or isinstance(kwargs.get("out"), cls):
                 raise TypeError(f"CausalMask: {func.__name__} would write to a mask that is not in memory; use .make()")
             args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.make, (args, kwargs))
             return func(*args, **kwargs)

@@ -24,6 +24,7 @@ from ..api.lengths import check_lengths, check_packed_keys, check_packed_queries
 from ..api.run import parse_config
 from ..arrays.lengths import parse_starts
 from ..spec import S2OConfig
+from .autocast import to_autocast_dtype
 from .sliding_window import window_attention
 from .torch import attention, attention_varlen, problem_of
 
@@ -194,8 +195,13 @@ def flash_attn_func(
     function, of_flash = "flash_attn_func", "(batch, seqlen, heads, head_dim)"
     _check_flash(function, dropout_p, alibi_slopes)
     causal, window = _parse_window(function, window_size, causal)
-    if q.ndim == k.ndim == 4 and window is not None and window < k.shape[1]:
+    if window is not None:  # which sequences have that are packed
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.ndim != 4:
+                raise ArgumentValueError(f"{name} has {x.ndim} axes; accepted with window_size: {of_flash}", function)
+    if window is not None and window < k.shape[1]:
         config = parse_config(config, tau)
+        q, k, v = to_autocast_dtype(q, k, v)
         with _in_its_axes(function, of_flash):
             problem_of(q, k, v, config, softmax_scale, softcap, is_causal=True, layout="BSHD")
         batch, seqlen_q, heads = q.shape[:3]

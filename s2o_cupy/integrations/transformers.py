@@ -313,6 +313,8 @@ class S2OAttention:
         call = _parse(mask, causal, query.shape[2], key.shape[2])
         groups = self.configs.groups(self._layer(module), query.shape[1], key.shape[1])
         reason = self._why_not(query, key, value, call, dropout, groups, options)
+        if reason is None and _is_recomputed(module):
+            reason = "gradients"
         return Asked(
             module, query, key, value, call, groups, reason, scaling, softcap, sinks, dropout, is_causal, options
         )
@@ -357,6 +359,14 @@ class S2OAttention:
         if not query.shape[-1] == value.shape[-1] <= MAX_HEAD_DIM or query.shape[0] != key.shape[0]:
             return "shape"
         return why_not_tensors(query, key, value, dropout)
+
+
+def _is_recomputed(module: Any) -> bool:
+    """Whether a layer that trains is run without gradients, as by a reentrant checkpoint: it is run again with them,
+    then by the model's own attention, of which both have to be."""
+    if not getattr(module, "training", False) or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    return any(x.requires_grad for x in module.parameters())
 
 
 def _parse(mask: Tensor | None, causal: bool, seqlen_q: int, seqlen_k: int) -> _Call:

@@ -123,9 +123,9 @@ class S2OMetadataBuilder(FlashAttentionMetadataBuilder):
         common = common_attn_metadata
         of_batch = super().build(common_prefix_len, common, fast_build)
         reason = self._whole or self._why_not(common)
-        # Upper bounds, which for requests in prefill are the lengths; a batch of short ones is not looked into.
+        # Upper bounds, which for requests in prefill are the lengths; a batch that only decodes is not looked into.
         longest = kind_of_request(common.max_query_len, common.max_seq_len, self.settings)
-        if reason is not None or longest != "s2o":
+        if reason is not None or (longest != "s2o" and common.max_query_len <= 1):
             return _metadata(of_batch, (), Counter({reason or longest: common.num_reqs}))
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         keys = common.seq_lens_cpu_upper_bound[: common.num_reqs].tolist()

@@ -22,6 +22,7 @@ from . import inputs
 from .config_options import add_config, config_of
 from .finite import note_not_finite
 from .layer_settings import BY
+from .whole_files import write_text
 
 __all__ = [
     "OUT_HELP", "Add", "add_config", "check_out", "check_plot", "config_of", "main", "number", "parser", "print_result",
@@ -146,16 +147,14 @@ def _tune(args: argparse.Namespace) -> int:
             *(qkv if problem else inputs.to_gpu(qkv)), error=args.error, density=args.density, taus=taus, config=config,
             scale=args.scale, softcap=args.softcap, segments=args.segments, seed=args.seed, progress=report,
         )  # fmt: skip
-    source = " ".join(args.input)
+    source, names = " ".join(args.input), head_names(args.input, qkv.q.shape[-3])
+    about = {"source": source, "backend": "numpy" if problem else "cupy", "picture": args.plot, "head_names": names}
+    _keep(args, found.to_dict() | about, lambda _: found.table(names))
     if args.plot is not None:
         shown = (*taus, found.config.tau)  # others lie too close together to be told apart
         sweep = [SweepPoint(x.tau, x.pooled_density, x.pooled_error) for x in found.points if x.tau in shown]
         title = f"{source}: {len(found.estimate.segments):,} of {found.estimate.segments_total:,} segments, by tau"
         draw_sweep(args.plot, sweep, found.config.tau, title)
-    names = head_names(args.input, qkv.q.shape[-3])
-    about = {"source": source, "backend": "numpy" if problem else "cupy", "picture": args.plot, "head_names": names}
-    _write(args, found.to_dict() | about)
-    print_result(args, found.to_dict() | about, lambda _: found.table(names))
     return OK
 
 
@@ -181,11 +180,10 @@ def _tune_layers(args: argparse.Namespace) -> int:
             layers, error=args.error, density=args.density, by=args.by, taus=taus, config=config, scale=args.scale,
             softcap=args.softcap, segments=args.segments, seed=args.seed, place=place, progress=report,
         )  # fmt: skip
+    about = {"source": " ".join(args.input), "backend": "numpy" if problem else "cupy", "picture": args.plot}
+    _keep(args, found.to_dict() | about, lambda _: found.table())
     if args.plot is not None:
         found.draw(args.plot)
-    about = {"source": " ".join(args.input), "backend": "numpy" if problem else "cupy", "picture": args.plot}
-    _write(args, found.to_dict() | about)
-    print_result(args, found.to_dict() | about, lambda _: found.table())
     return OK
 
 
@@ -197,8 +195,11 @@ def check_plot(args: argparse.Namespace) -> None:
     """Before any work, whether a picture that is asked for can be drawn."""
     from .plot import check_picture
 
-    if args.plot is not None and (missing := check_picture(args.plot, args.command)):
+    if args.plot is None:
+        return
+    if missing := check_picture(args.plot, args.command):
         raise ImportError(f"no picture: {missing}")
+    _check_apart("--plot", args.plot, args, ("input", "text", "answers", "settings"))
 
 
 def check_out(args: argparse.Namespace) -> None:
@@ -210,11 +211,25 @@ def check_out(args: argparse.Namespace) -> None:
         raise ValueError(f"--out is {args.out!r}; accepted: a file in a folder that exists")
     if not os.access(target if target.exists() else target.parent, os.W_OK):
         raise ValueError(f"--out is {args.out!r}; accepted: a place that may be written to")
+    _check_apart("--out", args.out, args, ("input", "text", "answers", "plot"))
 
 
-def _write(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    if args.out is not None:
-        Path(args.out).write_text(json.dumps(_plain(found), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+def _check_apart(option: str, path: str, args: argparse.Namespace, others: Sequence[str]) -> None:
+    """Raise if a file to write is one that the run reads, or writes too."""
+    for name in others:
+        found = getattr(args, name, None)
+        for other in [found] if isinstance(found, str) else found or []:
+            if Path(other).resolve() == Path(path).resolve():
+                raise ValueError(f"{option} is {path!r}, as {name} is; accepted: a file of its own")
+
+
+def _keep(args: argparse.Namespace, found: dict[str, Any], table: Callable[[Any], str]) -> None:
+    """Writes a result to the file that is asked for, and prints it, also where it cannot be written."""
+    try:
+        if args.out is not None:
+            write_text(args.out, json.dumps(_plain(found), indent=1, allow_nan=False) + "\n")
+    finally:
+        print_result(args, found, table)
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..spec import checked_int
 from . import byte_planes, patterns
 from .readers import ACCEPTED, BFLOAT16, DTYPES, SAFETENSORS, read_file, read_folder, read_npy
+from .whole_files import whole_file
 
 __all__ = ["RECORDED", "QKV", "builtin", "cast", "load", "looks_swapped", "names", "pack", "save", "to_gpu", "unpack"]
 
@@ -96,13 +98,18 @@ def save(path: str | os.PathLike[str], qkv: QKV, layers: Sequence[int] | None = 
     target = Path(path)
     arrays_of = dict(zip("qkv", qkv, strict=True))
     qkv = _check(str(target), QKV(**{key: _as_float(str(target), key, x) for key, x in arrays_of.items()}))
+    if target.suffix not in (".npz", ".safetensors"):
+        raise ValueError(f"{target}: a file that ends in {target.suffix or 'nothing'!r}; accepted: .npz, .safetensors")
+    with whole_file(target) as file:
+        _save(file, qkv, layers)
+
+
+def _save(target: Path, qkv: QKV, layers: Sequence[int] | None) -> None:
     if target.suffix == ".npz":
         arrays: dict[str, Any] = pack(qkv) if qkv.q.dtype == BFLOAT16 else qkv._asdict()
         np.savez_compressed(target, **arrays | ({} if layers is None else {"layers": np.array(layers, np.int64)}))
-    elif target.suffix == ".safetensors":
-        _save_safetensors(target, qkv, layers)
     else:
-        raise ValueError(f"{target}: a file that ends in {target.suffix or 'nothing'!r}; accepted: .npz, .safetensors")
+        _save_safetensors(target, qkv, layers)
 
 
 def _save_safetensors(path: Path, qkv: QKV, layers: Sequence[int] | None) -> None:
@@ -232,8 +239,10 @@ def builtin(
     """
     if name not in names():
         raise ValueError(f"input is {name!r}; accepted: {', '.join(names())}")
-    if length is not None and length < 0:
-        raise ValueError(f"length is {length}; accepted: 0 or more")
+    for what, value in (("length", length), ("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim)):
+        if value is not None:
+            checked_int(what, value, 0)
+    checked_int("seed", seed, 0)
     if name in RECORDED:
         qkv = _recorded(name, length, heads, kv_heads, head_dim)
     else:

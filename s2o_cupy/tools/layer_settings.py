@@ -84,7 +84,7 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
         raise FileNotFoundError(f"{path}: no such file; accepted: a file that tune_model or s2o tune wrote") from None
     except IsADirectoryError:
         raise IsADirectoryError(f"{path}: a folder; accepted: a file that tune_model or s2o tune wrote") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error}); accepted: a file that tune_model or s2o tune wrote") from error
     if not isinstance(found, Mapping) or not isinstance(found.get("config"), Mapping):
         raise ValueError(f'{path}: no object with "config"; accepted: a file that tune_model or s2o tune wrote')

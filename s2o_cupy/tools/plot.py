@@ -13,6 +13,7 @@ import numpy as np
 from ..extras import remedy
 from ..spec import S2OConfig, tau_text
 from .earlier_keys import EarlierKeys, SegmentMap, segment_map
+from .whole_files import whole_file
 
 __all__ = ["SegmentMap", "SweepPoint", "check_picture", "draw", "draw_methods", "draw_sweep", "segment_map"]
 
@@ -88,7 +89,8 @@ def draw(
             f"{overall['earlier_mass_left_out']:.1%} of their mass.",
             fontsize=10, color="#444444",
         )  # fmt: skip
-        figure.savefig(path, dpi=130)
+        with whole_file(path) as file:
+            figure.savefig(file, dpi=130)
         plt.close(figure)
 
 
@@ -103,7 +105,8 @@ def draw_sweep(path: str, sweep: Sequence[SweepPoint], tau: float | Sequence[flo
         figure, axis = plt.subplots(figsize=(7, 4.6), layout="constrained")
         _sweep(axis, sweep, tau)
         axis.set_title(title)
-        figure.savefig(path, dpi=130)
+        with whole_file(path) as file:
+            figure.savefig(file, dpi=130)
         plt.close(figure)
 
 
@@ -140,7 +143,8 @@ def draw_methods(
         axis.set_title(title)
         axis.grid(alpha=0.25)
         axis.legend(frameon=False, fontsize=8)
-        figure.savefig(path, dpi=130)
+        with whole_file(path) as file:
+            figure.savefig(file, dpi=130)
         plt.close(figure)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from .whole_files import whole_file
+
 __all__ = ["draw_heads"]
 
 
@@ -32,7 +34,8 @@ def draw_heads(
     axes[0, 0].set_ylabel("layer")
     figure.suptitle(title, x=0.02, ha="left", fontsize=11, fontweight="bold")
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=130)
     plt.close(figure)
 
 

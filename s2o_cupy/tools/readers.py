@@ -61,14 +61,20 @@ def read_layers(path: Path) -> tuple[int, ...] | None:
                     stored = np.lib.format.read_array(file, allow_pickle=False)
     elif path.suffix == ".safetensors":
         with path.open("rb") as file, _reading(path, ".safetensors file"):
-            header = file.read(int.from_bytes(file.read(8), "little"))
+            size = int.from_bytes(file.read(8), "little")
+            if size > path.stat().st_size:
+                raise ValueError(f"a header of {size} bytes")
+            header = file.read(size)
             metadata = json.loads(header).get("__metadata__", {})
             stored = np.array(metadata["layers"].split(","), np.int64) if "layers" in metadata else None
     if stored is None:
         return None
     if stored.ndim != 1 or stored.dtype.kind not in "iu":
         raise ValueError(f"{path}: layers is {stored.shape} {stored.dtype.name}; accepted: integers (layers,)")
-    return tuple(stored.tolist())
+    layers = tuple(stored.tolist())
+    if len({*layers}) < len(layers) or min(layers, default=0) < 0:
+        raise ValueError(f"{path}: layers is {list(layers)}; accepted: different numbers from 0 on")
+    return layers
 
 
 def read_npy(path: Path) -> np.ndarray:

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from .progress import Report
 from .sampled import Sample
 from .tau_ladder import Unit, ladder
 from .tuning import DENSE_ON_A_GPU, Target, parse_target, parse_taus
+from .whole_files import write_text
 
 __all__ = ["LAYER_TAUS", "TunedLayers", "tune_layers"]
 
@@ -173,7 +173,7 @@ class TunedLayers:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON file that ``register(config=path)`` takes."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Write a picture: tau, density and error by layer and head. Needs matplotlib."""
@@ -228,9 +228,10 @@ def by_error(curves: Sequence[LayerCurves], error: float, by: str) -> list[np.nd
         reached = errors <= error
         best = np.where(reached.any(0), np.array(layer.taus)[reached.argmax(0)], 0.0)  # the first is the largest
         found.append(np.broadcast_to(best, layer.heads).copy())
-    if by == "model":
-        least = min(float(taus[0]) for taus in found)
-        found = [np.full_like(taus, least) for taus in found]
+    if by == "model":  # errors need not fall with tau: one at which all layers have it
+        reached = np.all([np.sqrt(layer.squared.sum(1)) <= error for layer in curves], axis=0)  # [taus]
+        of_all = curves[0].taus[reached.argmax()] if reached.any() else 0.0
+        found = [np.full_like(taus, of_all) for taus in found]
     return found
 
 

@@ -1,0 +1,37 @@
+"""Files that are written whole or not at all: a failing write leaves what stood in their place."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["whole_file", "write_text"]
+
+
+@contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Where to write what ``path`` is to hold: it takes its place at the end of the block, unless an error ends that.
+
+    What is no ordinary file, such as a pipe, and what stands in a folder that takes no new files, is written in place.
+    """
+    target = Path(path).resolve()
+    if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
+        yield target
+        return
+    beside = target.with_name(f".{target.stem}.{uuid.uuid4().hex[:8]}{target.suffix}")
+    try:
+        yield beside
+        if beside.exists():
+            if target.exists():
+                beside.chmod(target.stat().st_mode)
+            beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    with whole_file(path) as file:
+        file.write_text(text, encoding="utf-8")

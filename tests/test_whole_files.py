@@ -1,0 +1,42 @@
+"""Files that a tool writes: whole, or as they were."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from s2o_cupy.tools.whole_files import whole_file, write_text
+
+
+def test_a_file_takes_its_place_when_it_is_whole(tmp_path):
+    place = tmp_path / "a.json"
+    write_text(place, "one")
+    place.chmod(0o640)
+    with whole_file(place) as file:
+        file.write_text("two")
+        assert file.suffix == ".json" and place.read_text() == "one"
+    assert place.read_text() == "two" and place.stat().st_mode & 0o777 == 0o640
+    assert [*tmp_path.iterdir()] == [place]
+
+
+def test_an_error_leaves_what_was_there(tmp_path):
+    place = tmp_path / "a.json"
+    place.write_text("one")
+    with pytest.raises(OSError, match="full"), whole_file(place) as file:
+        file.write_text("tw")
+        raise OSError("full")
+    assert place.read_text() == "one" and [*tmp_path.iterdir()] == [place]
+
+
+def test_a_link_stays_one(tmp_path):
+    place, link = tmp_path / "a.json", tmp_path / "link"
+    place.write_text("one")
+    link.symlink_to(place)
+    write_text(link, "two")
+    assert link.is_symlink() and place.read_text() == "two"
+
+
+def test_what_is_no_file_is_written_in_place(tmp_path):
+    write_text(os.devnull, "gone")
+    assert not [*tmp_path.iterdir()]
