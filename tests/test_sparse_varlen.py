@@ -164,6 +164,18 @@ def test_an_output_is_checked_as_a_whole(rng):
         np.testing.assert_array_equal(out, before)
 
 
+@pytest.mark.parametrize("config", [5, SpargeConfig(tau=(0.1, 0.2, 0.3), theta=-1)], ids=str)
+def test_nothing_is_written_before_a_method_fits(rng, config):
+    """Also where a dense sequence comes first, or all are dense."""
+    q, k, v = rng.standard_normal((3, 300, 2, 64))
+    out = np.zeros_like(q)
+    with pytest.raises((TypeError, ValueError), match="config is a int|tau has 3 numbers; accepted: one, or 2"):
+        sparse_attention_varlen(q, k, v, [0, 100, 300], config=config, dense_up_to=150, out=out)
+    assert not out.any()
+    with pytest.raises(TypeError, match="^sparse_attention_varlen: config is a int"):
+        sparse_attention_varlen(q, k, v, [0, 100, 300], config=5, dense_up_to=300)
+
+
 def test_nothing_is_written_before_all_schedules_fit(rng):
     q, k, v = rng.standard_normal((3, 300, 2, 64))
     schedules = [random_schedule(rng, n, n, segment=128) for n in (200, 50)]

@@ -73,7 +73,8 @@ def nsa_attention(
     >>> q.grad.shape
     torch.Size([1, 4, 200, 64])
     """
-    return _Attention.apply(q, k, v, k_cmp, v_cmp, gates, k_win, v_win, config or NSAConfig(), scale)
+    config = NSAConfig() if config is None else config
+    return _Attention.apply(q, k, v, k_cmp, v_cmp, gates, k_win, v_win, config, scale)
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]

@@ -11,8 +11,9 @@ from ..api.habits import answers_habits
 from ..arrays.torch_compile import outside_graphs
 from ..errors import arguments_of
 from ..problem import MAX_SEQLEN
-from ..spec import checked_int
+from ..spec import S2OConfig, checked_int
 from .attention import sparse_attention
+from .own import as_method
 
 __all__ = ["sparse_attention_varlen"]
 
@@ -70,6 +71,11 @@ def sparse_attention_varlen(
     arrays = Call({"q": q, "k": k, "v": v}, backend, stream, out)
     call = PackedTurns(arrays, cu_seqlens_q, cu_seqlens_k, is_causal, scale, softcap)
     short = [end - begin <= dense_up_to for begin, end in itertools.pairwise(call.starts_k)]
+    method = as_method(config, "config", "sparse_attention_varlen")
+    if not isinstance(method, S2OConfig):  # before any sequence is attended
+        for i, is_dense in enumerate(short):
+            if not is_dense:
+                method.check(call.problem(i, is_causal))
 
     def attend(first: int, end: int, arrays: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if short[first]:

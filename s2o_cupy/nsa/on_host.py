@@ -37,18 +37,21 @@ def attend_blocks(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, blocks: np.ndarray, block: int, problem: Problem
 ) -> tuple[np.ndarray, np.ndarray]:
     """Output and lse."""
-    last = -(-problem.seqlen_k // block) - 1
-    if blocks.size and blocks.max() > last:
-        raise ArgumentValueError(
-            f"blocks has {blocks.max()}; accepted: up to {last}, the last block", "selected_attention"
-        )
+    _check_exist(blocks, block, problem, "selected_attention")
     return forward.selected(_wide(q), _wide(k), _wide(v), blocks, block=block, scale=problem.scale)
 
 
 def attend_blocks_backward(arrays: Mapping[str, np.ndarray], block: int, problem: Problem) -> tuple[np.ndarray, ...]:
     """Gradients of q, k and v. ``arrays``: those of `selected_attention_backward` by name."""
+    _check_exist(arrays["blocks"], block, problem, "selected_attention_backward")
     wide = {name: _wide(x) for name, x in arrays.items()}
     return backward.selected_backward(**wide, block=block, scale=problem.scale)
+
+
+def _check_exist(blocks: np.ndarray, block: int, problem: Problem, where: str) -> None:
+    last = -(-problem.seqlen_k // block) - 1
+    if blocks.size and blocks.max() > last:
+        raise ArgumentValueError(f"blocks has {blocks.max()}; accepted: up to {last}, the last block", where)
 
 
 def attend_window(
