@@ -364,7 +364,9 @@ class S2OAttention:
 def _is_recomputed(module: Any) -> bool:
     """Whether a layer that trains is run without gradients, as by a reentrant checkpoint: it is run again with them,
     then by the model's own attention, of which both have to be."""
-    if not getattr(module, "training", False) or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+    if not getattr(module, "training", False) or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    if torch.is_inference_mode_enabled():  # nothing is run again
         return False
     return any(x.requires_grad for x in module.parameters())
 

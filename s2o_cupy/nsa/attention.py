@@ -328,7 +328,6 @@ def window_attention(
 
 
 @answers_habits
-@arguments_of("nsa_compress")
 def nsa_compress(
     x: Any, length: int = NSAConfig.length, stride: int = NSAConfig.stride, *, layout: str = "BHSD"
 ) -> Any:
