@@ -473,6 +473,8 @@ def test_the_commands(folder, capsys, monkeypatch):
     np.save(beyond, np.array([3, 97, 5]))
     np.save(negative, np.array([3, -100, 5]))
     np.save(folder / "floats.npy", np.zeros(5))
+    (folder / "empty.npy").write_bytes(b"")
+    none = ["tune-model", str(folder / "none"), where[1]]  # what is refused before a model is looked for
     for message, arguments in (
         ("--length is 501; accepted: 2 to 500", ["report", *where, "--length", "501"]),
         ("s2o report: ", ["report", str(folder / "none"), where[1]]),
@@ -481,6 +483,11 @@ def test_the_commands(folder, capsys, monkeypatch):
         ("tune-model: the picture is 'a.txt'; accepted",
          ["tune-model", str(folder / "none"), where[1], "--loss", "1", "--plot", "a.txt"]),
         ("S2O takes no layer", ["tune-model", *where, "--loss", "1"]),
+        ("tune_model: loss is 0.0; accepted", [*none, "--loss", "0"]),
+        ("tune_model: segments is 0; accepted", [*none, "--loss", "1", "--segments", "0"]),
+        ("tune_model: seed is -1; accepted", [*none, "--loss", "1", "--seed", "-1"]),
+        ("tune_model: held_back is 2.0; accepted", [*none, "--loss", "1", "--held-back", "2"]),
+        ("empty.npy: not a readable .npy array", ["report", where[0], str(folder / "empty.npy")]),
         ("no such file; accepted: a file that tune_model", ["report", *where, "--settings", "none.json"]),
         ("--settings and --tau, --unit came together; accepted: --settings, or options of S2O",
          ["report", *where, "--settings", tuned, "--tau", "0.1", "--unit=8"]),

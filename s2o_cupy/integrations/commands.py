@@ -7,13 +7,17 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ..extras import with_extra
-from ..spec import S2OConfig
+from ..spec import S2OConfig, checked_int
 from ..tools import cli
 from ..tools.config_options import options_given
 from ..tools.layer_settings import BY, MIN_SEQLEN
+from ..tools.readers import read_npy
+from ..tools.sampled import check_segments
+from ..tools.tuning import parse_target, parse_taus
 
 __all__ = ["add"]
 
@@ -106,7 +110,7 @@ def _ids(args: argparse.Namespace, text: str) -> Any:
     import numpy as np
 
     if text.endswith(".npy"):
-        stored = np.load(text, allow_pickle=False)
+        stored = read_npy(Path(text))
         if stored.dtype.kind not in "iu":
             raise ValueError(f"{text}: {stored.dtype}; accepted: token ids, integers")
         ids = stored.astype(np.int64).reshape(-1)
@@ -123,7 +127,6 @@ def _ids(args: argparse.Namespace, text: str) -> Any:
 
 
 def _answers(args: argparse.Namespace, ids: list[Any]) -> list[Any] | None:
-    import numpy as np
     import torch
 
     if args.answers is None:
@@ -132,7 +135,7 @@ def _answers(args: argparse.Namespace, ids: list[Any]) -> list[Any] | None:
         raise ValueError(f"--answers came {len(args.answers)} times with {len(ids)} texts; accepted: once for each")
     found = []
     for path, text in zip(args.answers, ids, strict=True):
-        marked = np.load(path, allow_pickle=False).reshape(-1)
+        marked = read_npy(Path(path)).reshape(-1)
         if marked.dtype != bool or len(marked) < text.shape[1]:
             raise ValueError(f"{path}: {len(marked)} of {marked.dtype}; accepted: bool, {text.shape[1]} or more")
         found.append(torch.from_numpy(marked[None, : text.shape[1]]).to(text.device))
@@ -146,8 +149,16 @@ def _tune_model(args: argparse.Namespace) -> int:
     cli.check_out(args)
     cli.check_plot(args)
     taus, config = cli.taus_of(args, LAYER_TAUS), cli.config_of(args)
-    from .model_tools import tune_model
+    # Before a model is loaded, which may take minutes.
+    parse_target("tune_model", loss=args.loss, error=args.error, density=args.density)
+    parse_taus("tune_model", taus)
+    check_segments("tune_model", args.segments)
+    checked_int("seed", args.seed, 0, owner="tune_model")
+    with with_extra(f"s2o {args.command}", "transformers"):
+        from .model_texts import check_held_back
+        from .model_tools import tune_model
 
+    check_held_back("tune_model", args.held_back)
     model, ids = _load(args, args.text)
     with progress("tune-model") as told, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "tune_model: ", UserWarning)  # they are among the result's notes
@@ -158,13 +169,15 @@ def _tune_model(args: argparse.Namespace) -> int:
         )  # fmt: skip
     for note in found.notes if args.json else ():  # the table has them
         print(f"s2o {args.command}: note: {note}", file=sys.stderr)
-    if args.out is not None:
-        found.save(args.out)
-    if args.plot is not None:
-        found.draw(args.plot)
     tokens = [text.shape[1] for text in ids]
     about = {"model": args.model, "texts": args.text, "tokens": tokens, "picture": args.plot}
-    cli.print_result(args, found.to_dict() | about, lambda _: found.table())
+    try:
+        if args.out is not None:
+            found.save(args.out)
+    finally:  # printed, too, where it cannot be written
+        cli.print_result(args, found.to_dict() | about, lambda _: found.table())
+    if args.plot is not None:
+        found.draw(args.plot)
     return cli.OK
 
 

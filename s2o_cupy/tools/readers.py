@@ -81,7 +81,7 @@ def read_npy(path: Path) -> np.ndarray:
     """The array of a .npy file."""
     _require_file(path)
     if zipfile.is_zipfile(path):
-        raise ValueError(f"{path}: an archive of arrays; accepted here: one .npy array each for q, k and v")
+        raise ValueError(f"{path}: an archive of arrays; accepted here: one .npy array")
     with _reading(path, ".npy array"):
         with path.open("rb") as file:
             _check_npy(file, path.stat().st_size)
