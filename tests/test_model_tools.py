@@ -454,51 +454,47 @@ def test_the_commands(folder, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     where = [str(folder / "model"), str(folder / "ids.npy")]
     tuned = str(folder / "tuned.json")
-    arguments = ["tune-model", *where, "--error", "0.2", "--taus", "0.5,0.05", "--out", tuned, *COMMAND]
-    assert main(arguments) == 0
+    assert main(["tune-model", *where, "--error", "0.2", "--taus", "0.5,0.05", "--out", tuned, *COMMAND]) == 0
     assert "error at most 0.2, a tau for each layer" in capsys.readouterr().out
     _, per_layer, min_seqlen = read_settings(tuned)
     assert [*per_layer] == [0, 1, 2] and min_seqlen == 100
     picture = str(folder / "report.png")
     pytest.importorskip("matplotlib")
-    arguments = ["report", *where, "--settings", tuned, "--json", "--plot", picture]
-    assert main(arguments) == 0
+    assert main(["report", *where, "--settings", tuned, "--json", "--plot", picture]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [x["heads"][f"{x['layer']}.0"]["tau"] for x in found["layers"]] == [x.tau for x in per_layer.values()]
     assert found["tokens"] == LENGTH and found["picture"] == picture
-    text, short = folder / "text.txt", folder / "short.npy"
-    text.write_text("some words")
-    np.save(short, np.arange(1))
-    beyond, negative = folder / "beyond.npy", folder / "negative.npy"
-    np.save(beyond, np.array([3, 97, 5]))
-    np.save(negative, np.array([3, -100, 5]))
-    np.save(folder / "floats.npy", np.zeros(5))
+    monkeypatch.chdir(folder)
+    (folder / "text.txt").write_text("some words")
     (folder / "empty.npy").write_bytes(b"")
-    none = ["tune-model", str(folder / "none"), where[1]]  # what is refused before a model is looked for
+    for name, stored in (("short", [3]), ("beyond", [3, 97, 5]), ("negative", [3, -100, 5]), ("floats", [0.0] * 5)):
+        np.save(name, np.array(stored))
+    none = [str(folder / "none"), where[1]]
+    tune_none = ["tune-model", *none]
     for message, arguments in (
         ("--length is 501; accepted: 2 to 500", ["report", *where, "--length", "501"]),
-        ("s2o report: ", ["report", str(folder / "none"), where[1]]),
+        ("s2o report: ", ["report", *none]),
         # Before a model is looked for.
-        ("report: the picture is 'a.txt'; accepted", ["report", str(folder / "none"), where[1], "--plot", "a.txt"]),
-        ("tune-model: the picture is 'a.txt'; accepted",
-         ["tune-model", str(folder / "none"), where[1], "--loss", "1", "--plot", "a.txt"]),
+        ("report: the picture is 'a.txt'; accepted", ["report", *none, "--plot", "a.txt"]),
+        ("tune-model: the picture is 'a.txt'; accepted", [*tune_none, "--loss", "1", "--plot", "a.txt"]),
+        ("tune_model: loss is 0.0; accepted", [*tune_none, "--loss", "0"]),
+        ("tune_model: segments is 0; accepted", [*tune_none, "--loss", "1", "--segments", "0"]),
+        ("tune_model: seed is -1; accepted", [*tune_none, "--loss", "1", "--seed", "-1"]),
+        ("tune_model: held_back is 2.0; accepted", [*tune_none, "--loss", "1", "--held-back", "2"]),
+        # After one is.
         ("S2O takes no layer", ["tune-model", *where, "--loss", "1"]),
-        ("tune_model: loss is 0.0; accepted", [*none, "--loss", "0"]),
-        ("tune_model: segments is 0; accepted", [*none, "--loss", "1", "--segments", "0"]),
-        ("tune_model: seed is -1; accepted", [*none, "--loss", "1", "--seed", "-1"]),
-        ("tune_model: held_back is 2.0; accepted", [*none, "--loss", "1", "--held-back", "2"]),
-        ("empty.npy: not a readable .npy array", ["report", where[0], str(folder / "empty.npy")]),
+        ("empty.npy: not a readable .npy array", ["report", where[0], "empty.npy"]),
         ("no such file; accepted: a file that tune_model", ["report", *where, "--settings", "none.json"]),
         ("--settings and --tau, --unit came together; accepted: --settings, or options of S2O",
          ["report", *where, "--settings", tuned, "--tau", "0.1", "--unit=8"]),
-        ("model has no tokenizer that transformers can read (", ["report", where[0], str(text)]),
-        ("such as tokenizer.json, beside the model's, or token ids in a .npy file", ["report", where[0], str(text)]),
-        ("beyond.npy has the token id 97; accepted: 0 to 96, the model's", ["report", where[0], str(beyond)]),
-        ("negative.npy has the token id -100; accepted: 0 to 96", ["report", where[0], str(negative)]),
+        ("model has no tokenizer that transformers can read (", ["report", where[0], "text.txt"]),
+        ("such as tokenizer.json, beside the model's, or token ids in a .npy file", ["report", where[0], "text.txt"]),
+        ("beyond.npy has the token id 97; accepted: 0 to 96, the model's", ["report", where[0], "beyond.npy"]),
+        ("negative.npy has the token id -100; accepted: 0 to 96", ["report", where[0], "negative.npy"]),
         ("s2o report: MODEL is 'nofolder', which is no folder here; the Hugging Face Hub, or its cache, is asked",
-         ["report", "nofolder", str(folder / "none.npy")]),
-        ("short.npy is 1 tokens; accepted: 2 or more", ["report", where[0], str(short)]),
-        ("floats.npy: float64; accepted: token ids, integers", ["report", where[0], str(folder / "floats.npy")]),
+         ["report", "nofolder", "none.npy"]),
+        ("short.npy is 1 tokens; accepted: 2 or more", ["report", where[0], "short.npy"]),
+        ("floats.npy: float64; accepted: token ids, integers", ["report", where[0], "floats.npy"]),
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err

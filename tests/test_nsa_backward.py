@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from s2o_cupy.nsa import selected_attention_backward
 from s2o_cupy.reference.nsa import backward as nsa_backward
 from s2o_cupy.reference.nsa import forward as nsa
 
@@ -56,6 +57,14 @@ def test_selected(rng, x, scale):
     attended = nsa.selected(*arrays, **rule)
     found = nsa_backward.selected_backward(*arrays, blocks, *attended, do, block=BLOCK, scale=scale)
     assert_gradients(rng, lambda *a: nsa.selected(*a, **rule)[0], arrays, found, do)
+
+
+def test_a_block_that_does_not_exist(x):
+    q, k, v, do = x
+    blocks = np.full((2, 2, 70, 1), 7)  # 100 keys have 7 blocks of 16
+    message = "^selected_attention_backward: blocks has 7; accepted: up to 6, the last block"
+    with pytest.raises(ValueError, match=message):
+        selected_attention_backward(q, k, v, blocks, q, np.zeros(q.shape[:3], np.float32), do, BLOCK)
 
 
 def test_window(rng, x):

@@ -21,6 +21,13 @@ def qkv(qkv):
     return lambda *lengths, **shape: [torch.from_numpy(x) for x in qkv(*lengths, **shape)]
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kind(request):
+    if request.param == "cuda" and not (has_gpu() and torch.cuda.is_available()):
+        pytest.skip("needs a GPU, and CuPy and PyTorch with CUDA")
+    return request.param
+
+
 def call(q, k, v):
     return s2o_attention(q, k, v, config=SMALL)
 
@@ -89,6 +96,21 @@ def test_gradients_of_torch_func_are_refused(qkv):
             torch.func.grad(lambda q, attend=attend: attend(q, k, v).sum())(q)
 
 
+def test_an_output_that_a_gradient_needs(qkv, kind):
+    """PyTorch counts what is written in place, and refuses a gradient of what was there before."""
+    q, k, v = (x.to(kind, torch.float16) for x in qkv(10))
+    weight, out = torch.ones_like(q, requires_grad=True), torch.full_like(q, 2)
+    loss = (weight * out).sum()
+    for _ in range(2):  # again, as the second call is known
+        before = out._version
+        s2o_attention(q, k, v, out=out)
+        assert out._version > before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():  # a tensor without a count
+        s2o_attention(q, k, v, out=torch.empty_like(q))
+
+
 # ---------------------------------------------------------------- vmap
 
 
@@ -105,13 +127,6 @@ def test_vmap(qkv):
 
 
 # ---------------------------------------------------------------- autocast
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def kind(request):
-    if request.param == "cuda" and not (has_gpu() and torch.cuda.is_available()):
-        pytest.skip("needs a GPU, and CuPy and PyTorch with CUDA")
-    return request.param
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

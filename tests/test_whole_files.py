@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from s2o_cupy.tools.whole_files import whole_file, write_text
+from s2o_cupy.tools.whole_files import whole_file, write_picture, write_text
 
 
 def test_a_file_takes_its_place_when_it_is_whole(tmp_path):
@@ -40,3 +40,13 @@ def test_a_link_stays_one(tmp_path):
 def test_what_is_no_file_is_written_in_place(tmp_path):
     write_text(os.devnull, "gone")
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("name", ["a.png", "a"])
+def test_a_picture(tmp_path, name):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figure = pyplot.figure(figsize=(1, 1))
+    write_picture(tmp_path / name, figure)
+    pyplot.close(figure)
+    assert [*tmp_path.iterdir()] == [tmp_path / "a.png"]
+    assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"

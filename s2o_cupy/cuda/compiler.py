@@ -222,7 +222,7 @@ def device_architecture(compute_capability: int, supported: Sequence[int]) -> st
     """What NVRTC, which knows the ``supported`` compute capabilities, compiles a device's kernels for."""
     family = [known for known in supported if known // 10 == compute_capability // 10 and known <= compute_capability]
     if not family:
-        # The device's driver translates what an older one runs; what is newer than it, it does not.
+        # PTX, which the driver translates for the device it was compiled for and for every newer one.
         return f"compute_{max((known for known in supported if known <= compute_capability), default=max(supported))}"
     best = max(family)
     return f"sm_{best}a" if best == compute_capability and best >= 90 else f"sm_{best}"

@@ -54,9 +54,8 @@ def load_layers(source: Paths) -> Mapping[int, QKV]:
         found = {int(m[1]): path for path in sorted(paths[0].iterdir()) if (m := FILE.fullmatch(path.name))}
         if found:
             return _Files(found)
-    layers = layers_of(source)
+    layers, named = layers_of(source), ", ".join(map(str, _paths(source)))
     if not layers:
-        named = ", ".join(map(str, _paths(source)))
         raise ValueError(
             f"{named}: does not say of which layers its heads are; accepted: a folder or a file that "
             "s2o_cupy.integrations.transformers.capture wrote"
@@ -64,7 +63,6 @@ def load_layers(source: Paths) -> Mapping[int, QKV]:
     qkv = load(source)
     for name, x in qkv._asdict().items():
         if x.shape[-3] % len(layers):
-            named = ", ".join(map(str, _paths(source)))
             raise ValueError(f"{named}: {name} has {x.shape[-3]} heads of {len(layers)} layers; accepted: as many each")
     q, k, v = (np.split(x, len(layers), axis=-3) for x in qkv)
     return {layer: QKV(*arrays) for layer, *arrays in zip(layers, q, k, v, strict=True)}

@@ -13,7 +13,7 @@ import numpy as np
 from ..extras import remedy
 from ..spec import S2OConfig, tau_text
 from .earlier_keys import EarlierKeys, SegmentMap, segment_map
-from .whole_files import whole_file
+from .whole_files import write_picture
 
 __all__ = ["SegmentMap", "SweepPoint", "check_picture", "draw", "draw_methods", "draw_sweep", "segment_map"]
 
@@ -89,8 +89,7 @@ def draw(
             f"{overall['earlier_mass_left_out']:.1%} of their mass.",
             fontsize=10, color="#444444",
         )  # fmt: skip
-        with whole_file(path) as file:
-            figure.savefig(file, dpi=130)
+        write_picture(path, figure)
         plt.close(figure)
 
 
@@ -105,8 +104,7 @@ def draw_sweep(path: str, sweep: Sequence[SweepPoint], tau: float | Sequence[flo
         figure, axis = plt.subplots(figsize=(7, 4.6), layout="constrained")
         _sweep(axis, sweep, tau)
         axis.set_title(title)
-        with whole_file(path) as file:
-            figure.savefig(file, dpi=130)
+        write_picture(path, figure)
         plt.close(figure)
 
 
@@ -143,8 +141,7 @@ def draw_methods(
         axis.set_title(title)
         axis.grid(alpha=0.25)
         axis.legend(frameon=False, fontsize=8)
-        with whole_file(path) as file:
-            figure.savefig(file, dpi=130)
+        write_picture(path, figure)
         plt.close(figure)
 
 

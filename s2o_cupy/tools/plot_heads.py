@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .whole_files import whole_file
+from .whole_files import write_picture
 
 __all__ = ["draw_heads"]
 
@@ -34,8 +34,7 @@ def draw_heads(
     axes[0, 0].set_ylabel("layer")
     figure.suptitle(title, x=0.02, ha="left", fontsize=11, fontweight="bold")
     figure.tight_layout()
-    with whole_file(path) as file:
-        figure.savefig(file, dpi=130)
+    write_picture(path, figure)
     plt.close(figure)
 
 

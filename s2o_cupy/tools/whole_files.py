@@ -7,8 +7,9 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-__all__ = ["whole_file", "write_text"]
+__all__ = ["whole_file", "write_picture", "write_text"]
 
 
 @contextmanager
@@ -35,3 +36,10 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     with whole_file(path) as file:
         file.write_text(text, encoding="utf-8")
+
+
+def write_picture(path: str | os.PathLike[str], figure: Any) -> None:
+    """``figure`` is one of matplotlib, which makes a name without an ending that of a .png."""
+    target = Path(path)
+    with whole_file(target if target.suffix else target.with_suffix(".png")) as file:
+        figure.savefig(file, dpi=130)
