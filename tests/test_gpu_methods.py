@@ -49,6 +49,9 @@ CONFIGS = {
     "vertical-slash": VerticalSlashConfig(verticals=100, slashes=60),
     "vertical-slash 64": VerticalSlashConfig(verticals=40, slashes=300, block_m=64),
 }
+BEYOND_32_BITS = {
+    "FlexPrefill": FlexPrefillConfig(min_blocks=2**40), "vertical-slash": VerticalSlashConfig(verticals=2**40)
+}  # fmt: skip
 LENGTHS = [(1000, 1000), (2816, 2816), (300, 2100), (1, 700), (128, 128), (129, 1025)]
 
 
@@ -64,6 +67,12 @@ def assert_stages(q, k, config, **options):
     found = selected(q, k, config, **options)
     assert wrong_stages(found, q, k, config) == []
     return found
+
+
+@pytest.mark.parametrize("config", BEYOND_32_BITS.values(), ids=BEYOND_32_BITS)
+def test_more_than_there_is(rng, config):
+    q, k, _ = draw(rng, "float16", 1500, 1500)
+    assert_stages(q, k, config)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -206,6 +206,8 @@ def test_integers_of_numpy(x):
     sinks, seqlen_k = np.int64(4), np.int64(x.k.shape[2])
     window = window_attention(*x[:3], np.int32(40), sinks)
     np.testing.assert_array_equal(window, window_attention(*x[:3], 40, 4))
+    of_all = window_attention(*x[:3], x.k.shape[2])
+    np.testing.assert_array_equal(window_attention(*x[:3], 2**70), of_all)  # beyond 64 bits
     blocks = nsa_select(x.q, x.k_cmp, seqlen_k=seqlen_k, config=SMALL)
     np.testing.assert_array_equal(blocks, nsa_select(x.q, x.k_cmp, config=SMALL))
 
@@ -228,6 +230,8 @@ def test_other_arguments_that_are_refused(x):
         nsa_select(x.q[:, :, :50], x.k_cmp, seqlen_k=100)
     with pytest.raises(TypeError, match="x is int64; accepted: float16, bfloat16, float32 or float64"):
         nsa_compress(np.ones((1, 1, 40, 8), np.int64))
+    with pytest.raises(TypeError, match="^nsa_compress: x is a str; accepted: NumPy"):
+        nsa_compress("keys")
     for shape in ((40, 8), (2, 40, 8), (1, 1, 2, 40, 8)):
         message = f"nsa_compress: x has shape {shape}; accepted: 4 axes (BSHD)"
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -103,6 +103,14 @@ def test_a_method_on_packed_sequences(rng, array, config):
         assert_same(o[slice(*STARTS_Q[i : i + 2])], expected)
 
 
+def test_dense_sequences_take_the_methods_path(rng):
+    q, k, v = packed_arrays(rng, np.asarray)
+    with pytest.raises(ValueError, match="config.path is 'portable', which names GPU kernels"):
+        sparse_attention_varlen(
+            q, k, v, STARTS_Q, STARTS_K, config=MeanPoolingConfig(path="portable"), dense_up_to=10_000
+        )
+
+
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_frameworks(name, rng):
     framework = FRAMEWORKS[name]()

@@ -18,7 +18,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if has_gpu() else
 NAMES = ("q", "k", "v", "k_cmp", "v_cmp", "gates", "k_win", "v_win")
 
 
-def dense(torch, q, k, v, k_cmp, v_cmp, gates, k_win, v_win, blocks, config):
+def dense(torch, q, k, v, k_cmp, v_cmp, gates, k_win, v_win, blocks, config, scale):
     """The definition, each branch under a mask of its own."""
     p = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]  # [Lq, 1]
     j, c = torch.arange(k.shape[2]), torch.arange(k_cmp.shape[2])
@@ -33,7 +33,7 @@ def dense(torch, q, k, v, k_cmp, v_cmp, gates, k_win, v_win, blocks, config):
     o = 0
     for i, (keys, values, seen) in enumerate(branches):
         keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
-        s = (q @ keys.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+        s = (q @ keys.transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf)
         o = o + g[..., i, None] * (torch.nan_to_num(torch.softmax(s, dim=-1)) @ values)
     return o
 
@@ -46,19 +46,19 @@ def tensors(torch, rng, dtype, lengths, *, per_head=True, own_window=False, devi
     return [None if a is None else torch.from_numpy(a).to(device=device, dtype=dtype).requires_grad_() for a in arrays]
 
 
-def assert_gradients(torch, rng, given, config, rtol, least=0.0):
+def assert_gradients(torch, rng, given, config, rtol, least=0.0, scale=None):
     """Within ``rtol`` of a gradient's largest entry, or of ``least``."""
     from s2o_cupy.integrations.nsa import nsa_attention
 
     q, k, v, k_cmp, v_cmp, gates, k_win, v_win = given
-    o = nsa_attention(q, k, v, k_cmp, v_cmp, gates, config=config, k_win=k_win, v_win=v_win)
+    o = nsa_attention(q, k, v, k_cmp, v_cmp, gates, config=config, k_win=k_win, v_win=v_win, scale=scale)
     do = torch.from_numpy(rng.standard_normal(tuple(o.shape))).to(o)
     leaves = [x for x in given if x is not None]
     found = torch.autograd.grad(o, leaves, do)
-    blocks = nsa_select(q.detach(), k_cmp.detach(), seqlen_k=k.shape[2], config=config).cpu()
+    blocks = nsa_select(q.detach(), k_cmp.detach(), seqlen_k=k.shape[2], config=config, scale=scale).cpu()
     wide = [None if x is None else x.detach().cpu().double().requires_grad_() for x in given]
     windows = wide[6:] if k_win is not None else wide[1:3]
-    exact = dense(torch, *wide[:6], *windows, blocks, config)
+    exact = dense(torch, *wide[:6], *windows, blocks, config, q.shape[-1] ** -0.5 if scale is None else scale)
     expected = torch.autograd.grad(exact, [x for x in wide if x is not None], do.cpu().double())
     torch.testing.assert_close(o.detach().cpu().double(), exact, rtol=rtol, atol=rtol)
     names = [name for name, x in zip(NAMES, given, strict=True) if x is not None]
@@ -74,7 +74,15 @@ def test_against_a_dense_mask(torch, rng, per_head, own_window):
     given = tensors(
         torch, rng, torch.float64, (90, 300), batch=2, per_head=per_head, own_window=own_window, head_dim=16
     )
-    assert_gradients(torch, rng, given, SMALL, rtol=2e-6)  # lse is float32
+    assert_gradients(torch, rng, given, SMALL, rtol=1e-12)  # float64 sums of some hundred terms
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0, 0.3])
+def test_any_scale(torch, rng, scale):
+    """From the first key on and behind others: compressed keys then have a mask."""
+    for lengths in ((150, 150), (90, 300)):
+        given = tensors(torch, rng, torch.float64, lengths, head_dim=16)
+        assert_gradients(torch, rng, given, SMALL, rtol=1e-12, least=1.0, scale=scale)
 
 
 def test_backward_inside_autocast(torch, rng):
@@ -107,12 +115,12 @@ def test_any_lengths(seqlen_q, before, window, of, turns, group):
         own_window=True, config=config,
     )  # fmt: skip
     with mock.patch("s2o_cupy.integrations.nsa.TURNS", turns):  # of one key terms of size 1 cancel
-        assert_gradients(torch, rng, given, config, rtol=2e-6, least=1.0)
+        assert_gradients(torch, rng, given, config, rtol=1e-12, least=1.0)
 
 
 def test_short_sequences_have_no_compressed_keys(torch, rng):
     given = tensors(torch, rng, torch.float64, (20, 20), head_dim=8)
-    assert_gradients(torch, rng, given, SMALL, rtol=2e-6)
+    assert_gradients(torch, rng, given, SMALL, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("batch", "lengths"), [(0, (64, 64)), (1, (0, 64)), (1, (0, 0))])

@@ -127,8 +127,9 @@ struct SelectedSm90 {
                                           [&](int key) { return v + key * p.v.row; }, sees);
     }
     multiply_values<Element, kHeadDim>(acc, w, shared_address(shared.v), taken);
-    if (!is_last) barrier_wait(shared.arrived[group][buffer ^ 1], next & 1);
-    issue_scores(s, buffer ^ 1);  // of the last, for nothing
+    // Of the last, for nothing; the first one's other place is being written, too.
+    if (!is_last || next == 0) barrier_wait(shared.arrived[group][buffer ^ 1], next & 1);
+    issue_scores(s, buffer ^ 1);
     store(acc, m, l, buffer);
   }
 

@@ -70,7 +70,9 @@ class Branches:
         def in_rows(x: Tensor) -> Tensor:  # [B, H, rows, ...], of [B, H, stride, runs, ...]
             return x.transpose(2, 3).flatten(2, 3)[:, :, front : front + rows.stop - rows.start]
 
-        mask = None if first == 0 else torch.ones(runs, k.shape[2], dtype=torch.bool, device=q.device).tril(first)
+        mask = None
+        if first or self.scale <= 0:  # is_causal masks before it scales: by no such scale
+            mask = torch.ones(runs, k.shape[2], dtype=torch.bool, device=q.device).tril(first)
         of_q = q.new_empty(batch, heads, stride, runs, dim)
         of_gates = self.dq.new_empty(batch, heads, stride, runs)
         places = max(1, self.at_once // (batch * heads * runs * dim))

@@ -147,7 +147,7 @@ class _Lists:
                 "rows": self.sums.rows,
                 "first_head": first,
                 "pitch": pitch_of(self.site.grid),
-                "min_blocks": config.min_blocks,
+                "min_blocks": min(config.min_blocks, site.grid.columns),
                 "list_entries": site.grid.entries,
                 "gamma": config.gamma,
                 "tau": min(config.tau, 1e30),

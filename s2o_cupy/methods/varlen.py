@@ -69,9 +69,9 @@ def sparse_attention_varlen(
     """
     dense_up_to = checked_int("dense_up_to", dense_up_to, 0, MAX_SEQLEN)
     arrays = Call({"q": q, "k": k, "v": v}, backend, stream, out)
-    call = PackedTurns(arrays, cu_seqlens_q, cu_seqlens_k, is_causal, scale, softcap)
-    short = [end - begin <= dense_up_to for begin, end in itertools.pairwise(call.starts_k)]
     method = as_method(config, "config", "sparse_attention_varlen")
+    call = PackedTurns(arrays, cu_seqlens_q, cu_seqlens_k, is_causal, scale, softcap, method.path)
+    short = [end - begin <= dense_up_to for begin, end in itertools.pairwise(call.starts_k)]
     if not isinstance(method, S2OConfig):  # before any sequence is attended
         for i, is_dense in enumerate(short):
             if not is_dense:

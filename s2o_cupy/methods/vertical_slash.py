@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from ..plan.build import Array, Launch, Workspace
 from ..plan.kernels import Family, Inputs, Kernel
-from ..problem import Problem
+from ..problem import MAX_SEQLEN, Problem
 from ..spec import checked_int, names_its_fields
 from .base import BLOCKS, MethodConfig, Site, Stage, checked_choice
 from .grid import BlockGrid
@@ -134,8 +134,8 @@ class _Lists:
                 "grid": site.grid.params(),
                 "list_entries": site.grid.entries,
                 "first_head": first,
-                "verticals": config.verticals,
-                "slashes": config.slashes,
+                "verticals": min(config.verticals, MAX_SEQLEN),  # 32 bits hold it
+                "slashes": min(config.slashes, MAX_SEQLEN),
                 "forced": FORCED,
             }
             found += self.sums.launches(memory, first, heads)

@@ -362,7 +362,7 @@ def nsa_compress(
     from array_api_compat import array_namespace
 
     config, axis = NSAConfig(length=length, stride=stride, block=stride), axis_of_tokens("nsa_compress", layout)
-    dtype = framework_of("x", x).dtype(x)
+    dtype = framework_of("x", x, "nsa_compress").dtype(x)
     if dtype not in ("float16", "bfloat16", "float32", "float64"):
         raise ArgumentTypeError(f"x is {dtype}; accepted: float16, bfloat16, float32 or float64", "nsa_compress")
     shape = tuple(x.shape)

@@ -155,7 +155,7 @@ def _int32(x: Any) -> Any:
     from array_api_compat import array_namespace
 
     xp = array_namespace(x)
-    return xp.astype(x, xp.int32, copy=False)
+    return xp.astype(xp.clip(x, -1, 2**31 - 1), xp.int32, copy=False)  # what 32 bits have no room for is no block
 
 
 def axis_of_tokens(where: str, layout: Any) -> int:

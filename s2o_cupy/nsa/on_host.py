@@ -22,7 +22,7 @@ def attend(arrays: Mapping[str, np.ndarray], problem: Problem, config: NSAConfig
     o_cmp, lse = forward.compressed(q, k_cmp, x["v_cmp"], problem.seqlen_k, **_runs(problem, config))
     blocks = _choose(q, k_cmp, lse, problem, config)
     o_slc, _ = forward.selected(q, k, v, blocks, block=config.block, scale=problem.scale)
-    o_win, _ = forward.window(q, x.get("k_win", k), x.get("v_win", v), config.window, scale=problem.scale)
+    o_win, _ = attend_window(q, x.get("k_win", k), x.get("v_win", v), config.window, 0, problem)
     return forward.gate(x["gates"], o_cmp, o_slc, o_win)
 
 
@@ -45,6 +45,8 @@ def attend_blocks_backward(arrays: Mapping[str, np.ndarray], block: int, problem
     """Gradients of q, k and v. ``arrays``: those of `selected_attention_backward` by name."""
     _check_exist(arrays["blocks"], block, problem, "selected_attention_backward")
     wide = {name: _wide(x) for name, x in arrays.items()}
+    if problem.dtype == "float64":  # found anew, as an lse in float32 would leave gradients no more than that
+        _, wide["lse"] = attend_blocks(wide["q"], wide["k"], wide["v"], wide["blocks"], block, problem)
     return backward.selected_backward(**wide, block=block, scale=problem.scale)
 
 
@@ -58,6 +60,7 @@ def attend_window(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int, sinks: int, problem: Problem
 ) -> tuple[np.ndarray, np.ndarray]:
     """Output and lse."""
+    window = min(window, problem.seqlen_k)  # the same keys, and 64 bits hold it
     return forward.window(_wide(q), _wide(k), _wide(v), window, sinks=sinks, scale=problem.scale)
 
 

@@ -35,7 +35,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
 _owner_of_type: dict[type, Framework] = {}
 
 
-def framework_of(name: str, x: Any) -> Framework:
+def framework_of(name: str, x: Any, owner: str = "") -> Framework:
     try:
         return _owner_of_type[type(x)]
     except KeyError:
@@ -44,7 +44,7 @@ def framework_of(name: str, x: Any) -> Framework:
         if framework.owns(x):
             _owner_of_type[type(x)] = framework  # who owns an array is a matter of its type
             return framework
-    raise ArgumentTypeError(f"{name} is a {type(x).__name__}; accepted: {ACCEPTED}")
+    raise ArgumentTypeError(f"{name} is a {type(x).__name__}; accepted: {ACCEPTED}", owner)
 
 
 def to_host(x: Any) -> np.ndarray:
