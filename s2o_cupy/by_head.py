@@ -42,11 +42,13 @@ def checked_real(name: str, value: Any, accepted: str, owner: str = "") -> float
 
 def check_tau(tau: Any, owner: str = "") -> float | tuple[float, ...]:
     """A number of at least 0, or one for each query head, or an error that says what is accepted."""
-    return by_head("tau", tau, lambda name, value: check_one_tau(name, value, owner), owner)
+    also = ", or one for each head"
+    return by_head("tau", tau, lambda name, value: check_one_tau(name, value, owner, also), owner)
 
 
-def check_one_tau(name: str, tau: Any, owner: str) -> float:
-    accepted = "a number >= 0 (0 never stops: dense attention; math.inf stops after one key tile), or one for each head"
+def check_one_tau(name: str, tau: Any, owner: str = "", also: str = "") -> float:
+    """``also``: what else is accepted, for errors."""
+    accepted = f"a number >= 0 (0 never stops: dense attention; math.inf stops after one key tile){also}"
     value = checked_real(name, tau, accepted, owner)
     if not value >= 0:  # NaN fails too
         raise ArgumentValueError(f"{name} is {tau}; accepted: {accepted}", owner)

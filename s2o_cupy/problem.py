@@ -17,8 +17,8 @@ from .errors import ArgumentTypeError, ArgumentValueError, warn_caller
 from .spec import MAX_HEAD_DIM, Geometry, Pass, S2OConfig, is_one_of
 
 __all__ = [
-    "BACKEND_DTYPES", "LAYOUTS", "PLAIN", "OnlyLayout", "Problem", "cached_validate", "check_count", "check_flag",
-    "check_scale", "check_softcap", "validate",
+    "BACKEND_DTYPES", "LAYOUTS", "PLAIN", "OnlyLayout", "Problem", "cached_validate", "check_by_head", "check_count",
+    "check_flag", "check_scale", "check_softcap", "validate",
 ]  # fmt: skip
 
 LAYOUTS = ("BHSD", "BSHD")  # B batch, H heads, S seqlen, D head_dim
@@ -135,11 +135,11 @@ def validate(
     many_heads = problem.heads > max(problem.seqlen_q, problem.seqlen_k) > 1
     if may_differ and many_heads and _fits_other_layout(problem, q, k, v):
         warn_caller(
-            f"s2o_attention: q has {problem.heads} heads of {problem.seqlen_q} queries each; if its axes are "
-            f"({_AXES[other]}), pass layout={other!r}, or swap them for a function without it"
+            f"q has {problem.heads} heads of {problem.seqlen_q} queries each; if its axes are ({_AXES[other]}), "
+            f"pass layout={other!r}, or swap them for a function without it"
         )
     if isinstance(config, S2OConfig):
-        _check_by_head(problem, config)
+        check_by_head(problem, config)
     if backend == "cupy":
         _check_gpu_blocks(config)
     else:
@@ -268,7 +268,8 @@ def check_count(name: str, value: Any, heads: int) -> None:
         )
 
 
-def _check_by_head(problem: Problem, config: S2OConfig) -> None:
+def check_by_head(problem: Problem, config: S2OConfig) -> None:
+    """Raise unless numbers by head are as many as heads, and an error can be asked for."""
     for name, value in (("tau", config.tau), ("error", config.error)):
         check_count(name, value, problem.heads)
     if config.error is not None and not problem.is_causal and problem.geometry(config).segments > 1:

@@ -5,7 +5,9 @@ tests/test_gpu_process.py has the same of whole processes, on a GPU.
 
 from __future__ import annotations
 
+import errno
 import os
+import pathlib
 import sys
 import threading
 import types
@@ -79,6 +81,20 @@ def test_a_folder_that_takes_no_file(monkeypatch, tmp_path, where):
     assert cubin_cache.unwritable()
     cubin_cache.write("a", ENTRY)
     assert cubin_cache.read("a") is None
+
+
+def test_a_folder_on_a_read_only_disk(monkeypatch, tmp_path):
+    """There even removing what was never made fails."""
+
+    def fail(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setenv("S2O_CACHE_DIR", str(tmp_path))
+    for name in ("open", "unlink"):
+        monkeypatch.setattr(pathlib.Path, name, fail)
+    cubin_cache.write("a", ENTRY)
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_where_the_folder_is(monkeypatch, tmp_path):

@@ -192,6 +192,19 @@ MISTAKES = {
     "a chunk beyond the prompt": (
         lambda: S2OConfig().of_chunk(0, 99999, seqlen=16384), "end is 99999; accepted: an integer from 1 to 16384",
     ),
+    "a chunk of half a segment": (
+        lambda: S2OConfig(segment=128).of_chunk(64, 256, 512), "begin is 64; accepted: whole segments, of 128",
+    ),
+    "a schedule's path that is a list": (
+        lambda: gather_attention(
+            Q, K, K, Schedule.from_block_mask(np.ones((1, 1, 2, 2), bool), segment=128), path=["auto"]
+        ),
+        "gather_attention: path is ['auto']",
+    ),
+    "taus by head of a schedule": (
+        lambda: Schedule.from_block_mask(np.ones((1, 4, 2, 2), bool), segment=128, tau=[0.1] * 4),
+        "(list); accepted: a number >= 0 (0 never stops: dense attention; math.inf stops after one key tile)",
+    ),
     "text for a chunk": (
         lambda: S2OConfig().of_chunk("0", 100, seqlen=200), "S2OConfig.of_chunk: begin is '0' (str); accepted: an int",
     ),

@@ -49,16 +49,18 @@ def test_arrays_that_kernels_read(name, x, readable):
 def test_blocks_that_32_bits_have_no_room_for(rng, monkeypatch):
     """The first ones are none, and the last ones blocks that there are none of, which kernels pass over."""
     seen = []
-    launches = SimpleNamespace(
-        attend_blocks=lambda arrays, blocks, *_, **options: seen.append(array_at(blocks, np.int32, (1, 2, 130, 4)).copy())
-    )
+
+    def attend_blocks(arrays, blocks, *_, **options):
+        seen.append(array_at(blocks, np.int32, (1, 2, 130, 4)).copy())
+
+    launches = SimpleNamespace(attend_blocks=attend_blocks)
     monkeypatch.setitem(sys.modules, "s2o_cupy.nsa.launches", launches)
     monkeypatch.setattr(s2o_cupy.nsa, "launches", launches, raising=False)
     blocks = np.empty((1, 2, 130, 4), np.int64)
     blocks[:] = [-(2**63), -(2**32), 1, 2**32]
     pretend_gpu(monkeypatch)
     s2o_cupy.nsa.selected_attention(*draw(rng, np.float16, 130, head_dim=64)[:3], blocks)
-    np.testing.assert_array_equal(seen[0][0, 0, 0], [-1, -1, 1, 2**31 - 1])
+    np.testing.assert_array_equal(seen[0][0, 0, 0], [-(2**31), -(2**31), 1, 2**31 - 1])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])

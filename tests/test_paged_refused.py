@@ -62,6 +62,7 @@ def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
         ({"seqlen_k": np.array([40.0, 40.0])}, TypeError, "seqlen_k is float64; accepted: an integer, a list"),
         ({"seqlen_k": [40]}, ValueError, r"seqlen_k has 1 lengths; accepted: an integer, or 2, the batch"),
         ({"seqlen_k": [40, 41], "return_stats": True}, ValueError, r"return_stats with seqlen_k .*\(\[40, 41\]\); "),
+        ({"seqlen_k": [40, 41], "return_stats": np.True_}, ValueError, r"return_stats with seqlen_k .*\(\[40, 41\]"),
         ({"seqlen_k": 29}, ValueError, "seqlen_q 30 exceeds seqlen_k 29"),
         ({"q": zeros(2, 3, 30, 64)}, ValueError, "q has 3 heads, k and v have 2"),
         ({"q": zeros(2, 4, 30, 32)}, ValueError, "q has head_dim 32, k and v have 64"),

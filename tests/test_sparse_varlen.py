@@ -8,7 +8,7 @@ from conftest import has_gpu
 from pages import paged, random_table
 from schedules import FRAMEWORKS, random_schedule
 
-from s2o_cupy import S2OConfig, gather_attention, gather_attention_varlen, s2o_attention
+from s2o_cupy import S2OConfig, Schedule, gather_attention, gather_attention_varlen, s2o_attention
 from s2o_cupy.methods import (
     MeanPoolingConfig,
     PBSConfig,
@@ -182,6 +182,56 @@ def test_nothing_is_written_before_a_method_fits(rng, config):
     assert not out.any()
     with pytest.raises(TypeError, match="^sparse_attention_varlen: config is a int"):
         sparse_attention_varlen(q, k, v, [0, 100, 300], config=5, dense_up_to=300)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (S2OConfig(tau=[0.1] * 3), "tau has 3 numbers, q has 2 heads"),
+        (S2OConfig(block_m=17), "config.block_m is 17"),
+        (S2OConfig(segment=64, error=0.1), "config.error with is_causal=False and 4 segments"),
+    ],
+    ids=str,
+)
+def test_nothing_is_written_before_an_s2o_config_fits(rng, config, message):
+    q, k, v = rng.standard_normal((3, 300, 2, 64))
+    out = np.zeros_like(q)
+    for dense_up_to in (150, 300) if config.error is None else (150,):
+        with pytest.raises(ValueError, match=f"^sparse_attention_varlen: {message}"):
+            sparse_attention_varlen(
+                q, k, v, [0, 100, 300], config=config, dense_up_to=dense_up_to, out=out, is_causal=False
+            )
+        assert not out.any()
+
+
+def test_a_schedule_says_whether_it_is_causal(rng):
+    """Also where there are more queries than keys."""
+    q, k, v = rng.standard_normal((3, 400, 2, 64))
+    schedules = [random_schedule(rng, 200, 60, segment=128, is_causal=False), None]
+    o = gather_attention_varlen(q[:300], k[:160], v[:160], [0, 200, 300], schedules, [0, 60, 160])
+    first = gather_attention(q[:200], k[:60], v[:60], schedules[0], layout="BSHD")
+    np.testing.assert_array_equal(o[:200], first)
+    with pytest.raises(ValueError, match="sequence 1 has 100 queries and 60 keys; accepted with is_causal=True"):
+        gather_attention_varlen(q[:300], k[:120], v[:120], [0, 200, 300], schedules, [0, 60, 120])
+
+
+def test_nothing_is_written_before_all_lists_are_right(rng):
+    q, k, v = rng.standard_normal((3, 300, 2, 64))
+    wrong = Schedule.from_tokens(np.full((1, 1, 1, 1), 99), np.ones((1, 1, 1), int), seqlen_q=100, seqlen_k=100,
+                                 segment=128)  # fmt: skip
+    out = np.zeros_like(q)
+    with pytest.raises(ValueError, match=r"^gather_attention_varlen: schedules\[1\]: list \[0, 0, 0\] .*"):
+        gather_attention_varlen(q, k, v, [0, 200, 300], [random_schedule(rng, 200, 200, segment=128), wrong], out=out)
+    assert not out.any()
+
+
+def test_nobody_asks_for_a_layout_that_there_is_not(rng, recwarn):
+    """A sequence of fewer tokens than heads looks like an array of the other layout."""
+    q, k, v = rng.standard_normal((3, 132, 8, 16))
+    schedules = [random_schedule(rng, n, n, segment=128) for n in (128, 4)]
+    gather_attention_varlen(q, k, v, [0, 128, 132], schedules)
+    sparse_attention_varlen(q, k, v, [0, 128, 132], config=MeanPoolingConfig(threshold=0.5))
+    assert not recwarn.list
 
 
 def test_nothing_is_written_before_all_schedules_fit(rng):

@@ -10,6 +10,7 @@ from ..errors import ArgumentTypeError, ArgumentValueError, arguments_of
 from ..plan.schedule_form import ScheduleForm
 from ..problem import Problem, check_flag
 from ..schedules.schedule import Schedule
+from ..spec import check_path
 from .batch import Batch, Cached, Form, batched, paged
 from .call import Call
 from .habits import answers_habits
@@ -166,6 +167,11 @@ def _attend(
     call: Call, schedule: Schedule, layout: Any, scale: Any, softcap: Any, return_lse: bool, return_stats: bool,
     path: Any,
 ) -> Any:  # fmt: skip
+    check_path(path)
+    if call.host and path != "auto":
+        raise ArgumentValueError(
+            f"path is {path!r}, which names GPU kernels, and this call runs on the CPU; accepted there: 'auto'"
+        )
     forms, form = tuple([x.form for x in call.infos]), schedule.form
     of_pass, scores = _of_pass(form, path), (form.is_causal, scale, softcap)
     if "page_table" in call.inputs:

@@ -9,7 +9,7 @@ from typing import Any
 from ..arrays.lengths import parse_starts
 from ..arrays.torch_compile import outside_graphs
 from ..errors import ArgumentTypeError, ArgumentValueError, arguments_of
-from ..problem import PLAIN, Problem, check_flag
+from ..problem import OnlyLayout, Problem, check_flag
 from ..schedules.schedule import Schedule
 from ..spec import S2OConfig, check_path
 from .call import Call
@@ -84,7 +84,11 @@ def gather_attention_varlen(
             raise ArgumentTypeError(f"schedules[{i}] is a {type(x).__name__}; accepted: a Schedule, or None")
     check_path(path)
     arrays = Call({"q": q, "k": k, "v": v}, backend, stream, out)
-    call = PackedTurns(arrays, cu_seqlens_q, cu_seqlens_k, is_causal, scale, softcap, path)
+    of_all = True if is_causal is None else is_causal
+    each = [of_all if x is None else x.form.is_causal for x in schedules]
+    call = PackedTurns(
+        arrays, cu_seqlens_q, cu_seqlens_k, of_all, scale, softcap, S2OConfig(tau=0, path=path), each
+    )
     if len(schedules) != call.sequences:
         raise ArgumentValueError(
             f"schedules has {len(schedules)} elements; accepted: {call.sequences}, one for each sequence"
@@ -93,28 +97,35 @@ def gather_attention_varlen(
         if x is not None:
             check_causal(x.form, is_causal, f"schedules[{i}]")
             check_fits(x.form, call.problem(i, x.form.is_causal), f"schedules[{i}]")
+    if arrays.host:  # before any sequence is attended
+        for i, x in enumerate(schedules):
+            if x is not None:
+                try:
+                    x.check()
+                except ArgumentValueError as error:
+                    raise ArgumentValueError(f"schedules[{i}]: {error.args[0]}") from None
 
     def attend(first: int, end: int, arrays: tuple[Any, ...], options: dict[str, Any]) -> Any:
         schedule = schedules[first]
         if schedule is None:
-            return call.dense(first, end, arrays, True if is_causal is None else is_causal, options)
+            return call.dense(first, end, arrays, of_all, options)
         q, k, v = arrays
-        return gather_attention(q, k, v, schedule, layout="BSHD", is_causal=is_causal, path=path, **options)
+        return gather_attention(q, k, v, schedule, layout=OnlyLayout("BSHD"), is_causal=is_causal, path=path, **options)
 
     return call.run(attend, [x is None for x in schedules], return_lse, return_stats)
 
 
 class PackedTurns:
-    """Packed sequences that take turns: the arrays, where sequences begin, and results put together."""
+    """Packed sequences that take turns: the arrays, where sequences begin, and results put together. ``config``: of
+    those that S2O attends to, and whose path dense ones take. ``each_causal``: of sequences that are not all alike."""
 
     def __init__(
         self, call: Call, cu_seqlens_q: Any, cu_seqlens_k: Any, is_causal: Any, scale: Any, softcap: Any,
-        path: str = "auto",
+        config: S2OConfig, each_causal: Sequence[bool] = (),
     ) -> None:  # fmt: skip
-        self.call, self.path = call, path
+        self.call, self.path = call, config.path
         shapes, dtypes = tuple(tuple(x.shape) for x in call.infos), tuple(x.dtype for x in call.infos)
-        causal = True if is_causal is None else is_causal
-        check_packed_shapes(shapes, dtypes, PLAIN, call.backend, causal, scale, softcap)
+        check_packed_shapes(shapes, dtypes, config, call.backend, is_causal, scale, softcap)
         self.starts_q = parse_starts("cu_seqlens_q", cu_seqlens_q)
         self.starts_k = self.starts_q
         if cu_seqlens_k is not None:
@@ -123,7 +134,7 @@ class PackedTurns:
         check_packed_keys(self.starts_q, self.starts_k, shapes[1][0])
         each = zip(itertools.pairwise(self.starts_q), itertools.pairwise(self.starts_k), strict=True)
         for i, ((begin_q, end_q), (begin_k, end_k)) in enumerate(each):
-            check_lengths(i, end_q - begin_q, end_k - begin_k, causal)
+            check_lengths(i, end_q - begin_q, end_k - begin_k, each_causal[i] if i < len(each_causal) else is_causal)
         self.sequences = len(self.starts_q) - 1
         self.options = {"scale": scale, "softcap": softcap, "backend": call.backend}
 

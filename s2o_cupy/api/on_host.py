@@ -23,7 +23,7 @@ from ..spec import S2OConfig
 from ..stats import Ran
 from .batch import Batch
 from .results import Results
-from .scales import Scales
+from .scales import Scales, check_each
 
 __all__ = ["attend", "bhsd", "blas_ready", "check_entries", "run"]
 
@@ -42,7 +42,10 @@ def run(batch: Batch, natives: Sequence[np.ndarray], results: Results, scales: S
     of_cache = None
     if scales is not None:
         arrays = iter(natives[4:])
-        of_cache = [next(arrays) if value is None else value for value in scales]
+        of_cache = [
+            check_each(name, next(arrays)) if value is None else value
+            for name, value in zip(("k_scale", "v_scale"), scales, strict=True)
+        ]
     for x in batch.parts:
         if batch.packed:
             q_part, o_part = (bhsd(rows[x.rows_q], "BSHD") for rows in (q, o))

@@ -9,6 +9,7 @@ from ..arrays.array_info import ArrayInfo
 from ..arrays.lengths import parse_lengths, parse_starts
 from ..arrays.torch_compile import outside_graphs
 from ..errors import ArgumentValueError, arguments_of
+from ..problem import check_flag
 from ..spec import S2OConfig
 from .batch import Cached, paged
 from .call import Call
@@ -166,7 +167,7 @@ def s2o_attention_paged(
     forms = tuple([x.form for x in call.infos[:4]])
     batch = paged(forms, starts_q, cached, config, call.backend, is_causal, scale, softcap)
     check_scales(dict(zip(arrays, call.infos[4:], strict=True)), batch.whole.kv_heads)
-    if return_stats is True and not batch.packed and len(batch.all_parts) > 1:
+    if check_flag("return_stats", return_stats) and not batch.packed and len(batch.all_parts) > 1:
         lengths = [x.problem.seqlen_k for x in batch.all_parts]
         raise ArgumentValueError(
             f"return_stats with seqlen_k of {len(lengths)} different lengths in turn ({lengths}); "

@@ -12,7 +12,7 @@ from ..arrays.frameworks import framework_of
 from ..by_head import checked_real
 from ..errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["FP8", "Scales", "check_scales", "is_fp8_cache", "parse_scale"]
+__all__ = ["FP8", "Scales", "check_each", "check_scales", "is_fp8_cache", "parse_scale"]
 
 FP8 = "float8_e4m3fn"
 _NUMBERS = ("float16", "bfloat16", "float32", "float64")  # of one number on the host
@@ -25,7 +25,7 @@ def parse_scale(name: str, x: Any) -> Any:
         return 1.0
     if isinstance(x, numbers.Real) and not isinstance(x, bool):
         return _checked(name, checked_real(name, x, "a number, or an array of float32"))
-    if isinstance(x, (str, bytes, list, tuple)):
+    if isinstance(x, (bool, str, bytes, list, tuple)):
         raise ArgumentTypeError(f"{name} is a {type(x).__name__}; accepted: a number, or an array of float32")
     framework = framework_of(name, x)
     info = framework.describe(x)
@@ -35,9 +35,16 @@ def parse_scale(name: str, x: Any) -> Any:
 
 
 def _checked(name: str, x: float) -> float:
-    tiny, large = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+    tiny, large = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
     if not tiny <= x <= large:  # kernels multiply by a float32, and not by a subnormal one
         raise ArgumentValueError(f"{name} is {x}; accepted: a number from {tiny:.2g} to {large:.2g}")
+    return x
+
+
+def check_each(name: str, x: np.ndarray) -> np.ndarray:
+    """``x``, on the host: each of its numbers is looked at, as one alone is."""
+    for i, number in enumerate(x.reshape(-1).tolist()):
+        _checked(f"{name}[{i}]", number)
     return x
 
 
@@ -49,7 +56,8 @@ def is_fp8_cache(q: ArrayInfo, k_pages: ArrayInfo, v_pages: ArrayInfo, k_scale: 
     dtypes = {x.dtype for x in (k_pages, v_pages)}
     if dtypes == {FP8} or (dtypes == {"uint8"} and len(given) == 2):
         return True
-    for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
+    pages = {"k_pages": k_pages, "v_pages": v_pages}
+    for name, x in sorted(pages.items(), key=lambda item: item[1].dtype == FP8):  # the odd one first
         if x.dtype == "uint8" or x.dtype.startswith("float8"):
             raise ArgumentTypeError(
                 f"{name} is {x.dtype}{_beside(k_pages, v_pages)}; accepted: {q.dtype} as q, {FP8}, or "

@@ -7,6 +7,7 @@ changed counts as not there. Nothing here needs CuPy or a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -74,7 +75,8 @@ def write(name: str, entry: Entry) -> None:
         temporary.replace(where / name)
     except OSError:  # read-only, full, or not to be made: then for this process only
         if temporary is not None:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a read-only folder says so even where there is nothing to remove
+                temporary.unlink(missing_ok=True)
 
 
 def unwritable() -> str | None:

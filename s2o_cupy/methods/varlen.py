@@ -10,7 +10,7 @@ from ..api.gather_varlen import PackedTurns
 from ..api.habits import answers_habits
 from ..arrays.torch_compile import outside_graphs
 from ..errors import arguments_of
-from ..problem import MAX_SEQLEN
+from ..problem import MAX_SEQLEN, OnlyLayout, check_by_head
 from ..spec import S2OConfig, checked_int
 from .attention import sparse_attention
 from .own import as_method
@@ -70,16 +70,20 @@ def sparse_attention_varlen(
     dense_up_to = checked_int("dense_up_to", dense_up_to, 0, MAX_SEQLEN)
     arrays = Call({"q": q, "k": k, "v": v}, backend, stream, out)
     method = as_method(config, "config", "sparse_attention_varlen")
-    call = PackedTurns(arrays, cu_seqlens_q, cu_seqlens_k, is_causal, scale, softcap, method.path)
+    own = method if isinstance(method, S2OConfig) else S2OConfig(tau=0, path=method.path)
+    call = PackedTurns(arrays, cu_seqlens_q, cu_seqlens_k, is_causal, scale, softcap, own)
     short = [end - begin <= dense_up_to for begin, end in itertools.pairwise(call.starts_k)]
-    if not isinstance(method, S2OConfig):  # before any sequence is attended
-        for i, is_dense in enumerate(short):
-            if not is_dense:
-                method.check(call.problem(i, is_causal))
+    for i, is_dense in enumerate(short):  # before any sequence is attended
+        if is_dense:
+            continue
+        if isinstance(method, S2OConfig):
+            check_by_head(call.problem(i, is_causal), method)
+        else:
+            method.check(call.problem(i, is_causal))
 
     def attend(first: int, end: int, arrays: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if short[first]:
             return call.dense(first, end, arrays, is_causal, options)
-        return sparse_attention(*arrays, config=config, is_causal=is_causal, layout="BSHD", **options)
+        return sparse_attention(*arrays, config=config, is_causal=is_causal, layout=OnlyLayout("BSHD"), **options)
 
     return call.run(attend, short, return_lse, return_stats)

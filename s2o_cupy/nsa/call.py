@@ -9,6 +9,7 @@ from ..api.call import Call
 from ..arrays.array_info import ArrayInfo
 from ..arrays.frameworks import framework_of
 from ..arrays.frameworks.base import Output
+from ..arrays.narrowed import as_int32
 from ..arrays.operand import ALIGNMENT, Operand, address, axes
 from ..errors import ArgumentTypeError, ArgumentValueError
 from ..problem import PLAIN, Problem, cached_validate, check_flag
@@ -112,7 +113,7 @@ class NsaCall:
         infos = dict(zip(call.inputs, call.exchanged(), strict=True))
         for name, info in infos.items():
             if not is_readable(name, info):
-                infos[name] = call.copied(info, _int32 if name == "blocks" else None)
+                infos[name] = call.copied(info, as_int32 if name == "blocks" else None)
         operands = {
             name: Operand(x.pointer, (0, 0, 0, 0), (0, 0, 0))
             if name in ("gates", *CONTIGUOUS)
@@ -149,13 +150,6 @@ def is_readable(name: str, x: ArrayInfo) -> bool:
         return x.has_contiguous_rows
     rows = all(n == 1 or (s >= 0 and s % ALIGNMENT == 0) for n, s in zip(x.shape[:-1], x.strides[:-1], strict=True))
     return x.has_contiguous_rows and rows and x.pointer % ALIGNMENT == 0
-
-
-def _int32(x: Any) -> Any:
-    from array_api_compat import array_namespace
-
-    xp = array_namespace(x)
-    return xp.astype(xp.clip(x, -1, 2**31 - 1), xp.int32, copy=False)  # what 32 bits have no room for is no block
 
 
 def axis_of_tokens(where: str, layout: Any) -> int:

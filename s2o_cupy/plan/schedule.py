@@ -21,6 +21,7 @@ from .rounds import Chunk, near_heads
 
 __all__ = ["ScheduleShape", "listed_plan", "order_lists"]
 
+MOST_QUERIES = 2**30  # of a segment: kernels count them, and as many again but for one, in 32 bits
 SHORTEST_STEP = 32  # keys of a block whose values are left out, on GPUs of little shared memory
 
 @dataclass(frozen=True)
@@ -68,6 +69,10 @@ class ScheduleShape:
         if self.segment is not None and self.segment < 1:
             raise ValueError(
                 f"attend_lists: segment is {self.segment}; accepted: an integer >= 1, or None for all queries"
+            )
+        if self._segment(problem) > MOST_QUERIES:
+            raise ValueError(
+                f"attend_lists: a segment has {self._segment(problem)} queries; accepted: up to {MOST_QUERIES}"
             )
 
     def geometry(self, problem: Problem) -> Geometry:

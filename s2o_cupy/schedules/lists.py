@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..arrays.frameworks import framework_of
+from ..arrays.narrowed import as_int32
 from ..plan.schedule_form import ScheduleForm
 
 __all__ = ["Lists", "csr_lists", "in_c_order", "mask_lists", "padded_lists", "sinks_of"]
@@ -57,7 +58,7 @@ def padded_lists(rows: Any, counts: Any, form: ScheduleForm) -> Lists:
 
     xp = array_namespace(rows, counts)
     begins = _strided(xp, device(rows), counts.shape, rows.shape[-1])
-    entries = in_c_order(xp.astype(rows, xp.int32, copy=False))
+    entries = in_c_order(as_int32(rows))
     return Lists(entries, begins, _keys(xp, entries, begins, counts, form))
 
 
@@ -68,7 +69,7 @@ def csr_lists(indptr: Any, indices: Any, form: ScheduleForm) -> Lists:
     xp = array_namespace(indptr, indices)
     shape = (form.batch, form.list_heads, form.rows)
     ends, begins = xp.reshape(indptr[..., 1:], shape), xp.reshape(indptr[..., :-1], shape)
-    entries = in_c_order(xp.astype(indices, xp.int32, copy=False))
+    entries = in_c_order(as_int32(indices))
     begins = in_c_order(xp.astype(begins, xp.int64), shape)
     return Lists(entries, begins, _keys(xp, entries, begins, ends - xp.astype(begins, ends.dtype), form))
 
@@ -90,6 +91,8 @@ def sinks_of(like: Any, form: ScheduleForm) -> Lists:
 
 def _keys(xp: Any, entries: Any, begins: Any, counts: Any, form: ScheduleForm) -> Any:
     """Keys of lists of ``counts`` entries: a list that ends with the last, short unit has fewer."""
+    most = (2**31 - 1) // form.unit  # so that 32 bits hold as many keys, which are too many as well
+    counts = _at_most(xp, _at_least(xp, counts, -most), most)
     keys = xp.astype(counts, xp.int32) * form.unit
     short = form.units * form.unit - form.seqlen_k
     if short == 0 or entries.shape[0] == 0:

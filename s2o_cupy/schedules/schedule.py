@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..arrays.frameworks import framework_of, to_host
+from ..arrays.narrowed import as_int32
 from ..errors import ArgumentValueError, arguments_of
 from ..plan.schedule_form import ScheduleForm
 from ..problem import GPU_BLOCK_M, check_flag
@@ -215,7 +216,7 @@ class Schedule:
         if of_keys != shape:
             raise ArgumentValueError(f"keys has shape {of_keys}; accepted: {shape}, as begins", where)
         form = form_of(where, shape, given)
-        lists = lambda: Lists(in_c_order(_int32(entries)), in_c_order(begins, shape), in_c_order(keys, shape))  # noqa: E731
+        lists = lambda: Lists(in_c_order(as_int32(entries)), in_c_order(begins, shape), in_c_order(keys, shape))  # noqa: E731
         return cls._make(form, entries, lists, given.k_order, is_sorted)
 
     @classmethod
@@ -261,7 +262,7 @@ class Schedule:
         with framework_of("array", like).wide_integers():
             made = lists()
             sinks = sinks_of(like, form) if form.sinks else None
-            order = None if k_order is None else in_c_order(_int32(k_order), tuple(k_order.shape))
+            order = None if k_order is None else in_c_order(as_int32(k_order), tuple(k_order.shape))
         return cls(made.entries, made.begins, made.keys, order, form, is_sorted, sinks)
 
     @functools.cached_property
@@ -289,10 +290,3 @@ class Schedule:
 
     def __repr__(self) -> str:
         return f"Schedule({self.form})"
-
-
-def _int32(x: Any) -> Any:
-    from array_api_compat import array_namespace
-
-    xp = array_namespace(x)
-    return xp.astype(x, xp.int32, copy=False)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..caches import remembered
@@ -256,7 +257,7 @@ class S2O:
         if middle_blocks(chunk):
             blocks = chunk.rows * middle_blocks(chunk)
             found.append(build.launch("key_middle", self.key_middle, blocks, values, chunk))
-        sorts = row_sorts(chunk, geometry)
+        sorts = row_sorts(replace(chunk, first_head=0), geometry)  # the same of any head
         for kernel, blocks in sorts:
             stage = "rank_keys" if kernel is sorts[-1][0] else "rank_long_rows"
             found.append(build.launch(stage, kernel, blocks, values, chunk))

@@ -437,6 +437,9 @@ class S2OConfig:
         seqlen = checked_int("seqlen", seqlen, 1, owner=owner)
         end = checked_int("end", end, 1, seqlen, owner)
         begin = checked_int("begin", begin, 0, end - 1, owner)
+        for name, x in (("begin", begin), ("end", end)):
+            if x % self.segment and x != seqlen:
+                raise ArgumentValueError(f"{name} is {x}; accepted: whole segments, of {self.segment}", owner)
         dense = self.dense_from(Geometry(seqlen, seqlen, self.segment, unit=self.unit)) * self.segment
         return replace(self, dense_last=max(0, end - max(begin, dense)))
 
