@@ -108,6 +108,8 @@ class Case:
             arrays[name][:, -1, slice(*row) if isinstance(row, tuple) else row, p.head_dim // 2] = value
         if self.arrange == "one key for all":  # a stride of 0 wants equal rows
             arrays["k"][:], arrays["v"][:] = arrays["k"][:, :, :1], arrays["v"][:, :, :1]
+        if self.arrange == "zeros first":
+            arrays["k"][:, :, :128] = 0
         if self.arrange == "one head for all":
             arrays["q"][:] = arrays["q"][:, :1]
         host = [arrays[name].astype(dtype) for name in "qkv"]
@@ -294,6 +296,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     *({"segment": 128, "poison": (name, 200, value), "seqlen_q": 700, "head_dim": 128}
       for name in "qk" for value in (NAN, INF)),
     {"segment": 128, "seqlen_q": 700, "head_dim": 72, "arrange": "one element in"},
+    *({"segment": 128, "seqlen_q": 900, "head_dim": head_dim, "arrange": "zeros first"} for head_dim in (64, 128)),
     {"segment": 128, "options": {"unit": 1}, "seqlen_q": 500, "head_dim": 128},
     {"segment": 128, "options": {"unit": 128, "window": 40}, "seqlen_q": 900, "head_dim": 64},
     # Units of keys: a key, more of them than a segment or a key tile has queries or keys, and lengths around them.
@@ -437,7 +440,7 @@ def place(x: Any, arrange: str) -> Any:
     import cupy
 
     b, h, s, d = x.shape
-    if arrange == "contiguous" or arrange in HEAVIER | FEW_HEAVIER | SUDDEN:
+    if arrange in {"contiguous", "zeros first", *HEAVIER, *FEW_HEAVIER, *SUDDEN}:
         return x
     if arrange == "one element in":
         view = cupy.zeros(x.size + 1, x.dtype)[1:].reshape(x.shape)

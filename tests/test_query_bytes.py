@@ -28,13 +28,14 @@ def of_samples(units, width):
     return {name: np.zeros(shape, np.uint16) for name in ("sampled_keys", "deviations")}
 
 
-@pytest.mark.parametrize("alike", [1.0, 2.0**-6, 2.0**-8, 2.0**-10])
+@pytest.mark.parametrize("alike", [1.0, 2.0**-6, 2.0**-8, 2.0**-10, 0.0])
 @pytest.mark.parametrize("products", [E4M3, INT8])
 def test_first_keys_that_are_alike_leave_room_for_others(rng, alike, products):
-    """As of repeated tokens: what later keys differ by is no multiple of what these do. The first ten units by 8 bits
-    are among the first twenty, of integers the first twelve, by the same elements before they are rounded."""
+    """As of repeated tokens: what later keys differ by is no multiple of what these do. Nor if they are zeros. The first
+    ten units by 8 bits are among the first twenty, of integers the first twelve, by the same elements before they are
+    rounded."""
     q, k = rng.standard_normal((2, 1, 1, 2048, 128))
-    k[:, :, :128] = k[:, :, :1] + alike * k[:, :, :128]
+    k[:, :, :128] = (k[:, :, :1] if alike else 0) + alike * k[:, :, :128]
     config, scale = S2OConfig(dense_last=0), 128**-0.5
     geometry = Geometry(2048, 2048, config.segment, unit=config.unit)
     stages = query_stages(q, k, np.zeros((1, 1, 2048)), geometry, config, scale, products)
@@ -51,11 +52,11 @@ def test_first_keys_that_are_alike_leave_room_for_others(rng, alike, products):
 
 def test_what_rows_of_8_bits_are_scaled_by():
     """The square of the longest of the first groups, or of a 16th of the centre if that is longer; what overflows
-    float32 counts for nothing."""
+    float32 counts for nothing, and where nothing counts it is 1."""
     groups = np.zeros((1, 2, 3, 2, 64), np.float32)
     groups[0, 0, 1, 1, :2] = 3, 4
     groups[0, 1, 2, 0, 5] = 1e30
-    for centre, expected in ((0, [25, 0]), (16 * 4, [25, 16]), (16 * 6, [36, 36]), (1e30, [25, 0])):
+    for centre, expected in ((0, [25, 1]), (16 * 4, [25, 16]), (16 * 6, [36, 36]), (1e30, [25, 1])):
         of_heads = np.zeros((1, 2, 1, 1, 64), np.float32)
         of_heads[..., 7] = centre
         np.testing.assert_array_equal(longest_of_keys(groups, of_heads), [expected])

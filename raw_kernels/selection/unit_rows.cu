@@ -60,6 +60,8 @@ struct IntegerRowsTraits : Traits {
   static __device__ __forceinline__ int share_at(int row) { return row % 8 * 8 + row / 8; }  // of a lane side by side
 };
 
+constexpr float kShortest = 0x1p-60f;  // squared length of what counts as a key that is not zero
+
 // A thread has so many rows, or pairs of elements of means, on their way at once: each takes long to come.
 constexpr int kRowsAhead = 4, kMeansAhead = 32;
 
@@ -199,7 +201,8 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
 #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2) of_centre += __shfl_xor_sync(kFullWarp, of_centre, step);
     if (of_centre < infinity()) longest = fmaxf(longest, of_centre * (1.f / (spec::kCentrePart * spec::kCentrePart)));
-    const int exponent = kKeyExponent - half_exponent(longest);
+    // Zeros say nothing of the others, which are then taken for as long as keys mostly are.
+    const int exponent = kKeyExponent - (longest < kShortest ? 0 : half_exponent(longest));
     if (first == 0 && part == 0 && threadIdx.x == 0) p.key_exponents[kv_head] = exponent;
     factor = power_of_two(exponent);
   }

@@ -267,11 +267,12 @@ def _compare_exponents(rows: Any, got: Array, leading: Array, centre: Array) -> 
 
 
 def longest_of_keys(leading: Array, centre: Array) -> Array:
-    """The squared length [B, Hkv] that keys are scaled by: as of `_compare_exponents`."""
+    """The squared length [B, Hkv] that keys are scaled by: as of `_compare_exponents`, and 1 where all are zeros."""
     with np.errstate(invalid="ignore", over="ignore"):
         squared, of_centre = (np.square(x).sum(axis=-1) for x in (leading, centre))
         finite = [np.where(x < np.finfo(np.float32).max, x, 0).max(axis=(2, 3)) for x in (squared, of_centre)]
-    return np.maximum(finite[0], finite[1] / CENTRE_PART**2)
+    longest = np.maximum(finite[0], finite[1] / CENTRE_PART**2)
+    return np.where(longest < 2.0**-60, 1, longest)
 
 
 def _either_end(squared: Array, head_dim: int) -> tuple[Array, Array]:
