@@ -9,9 +9,9 @@ import pytest
 from s2o_cupy.tools import inputs
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers", "5.16")
+transformers = pytest.importorskip("transformers", "5.16")
 
-from tiny_llama import LENGTH, llama  # noqa: E402
+from tiny_llama import LENGTH, SIZES, llama, logits_of  # noqa: E402
 
 from s2o_cupy.integrations.transformers import capture  # noqa: E402
 from s2o_cupy.tools.layer_files import layer_file  # noqa: E402
@@ -86,3 +86,33 @@ def test_capture_under_autocast(model, ids):
     with torch.autocast("cpu", torch.bfloat16):
         captured = capture(model, ids[:, :50], [0])
     assert {x.dtype.name for x in captured} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("name", ["GptOss", "Gemma2"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_sinks_and_capped_scores(name, padded, ids):
+    """They change what the next layer gets. With padding the layers have a mask."""
+    torch.manual_seed(0)
+    more = {
+        "GptOss": {"num_local_experts": 2, "num_experts_per_tok": 1},
+        "Gemma2": {"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 16},
+    }[name]
+    tokens = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    config = kind.config_class(
+        **SIZES, **more, **tokens, head_dim=16, sliding_window=100, layer_types=["full_attention"] * 3,
+        initializer_range=0.3,
+    )  # fmt: skip
+    model = kind(config).eval()
+    if name == "GptOss":
+        for layer in model.model.layers:
+            layer.self_attn.sinks.data.fill_(3.0)
+    options = {"attention_mask": (torch.arange(LENGTH) >= 20).long()[None]} if padded else {}
+    found = capture(model, ids, [0, 1, 2], **options)
+    values = []
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.register_forward_hook(lambda *x: values.append(x[-1].view(1, LENGTH, 2, 16)))
+    logits_of(model, "eager", ids, **options)
+    expected = torch.cat(values, 2).transpose(1, 2)
+    seen = slice(20 if padded else 0, None)
+    np.testing.assert_allclose(found.v[:, :, seen], expected[:, :, seen], rtol=1e-4, atol=1e-5)

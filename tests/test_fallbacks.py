@@ -42,8 +42,9 @@ def test_each_reason_is_said_once(model, ids, caplog):
     assert [(x.levelname, x.message) for x in caplog.records] == [
         (
             "WARNING",
-            "s2o: the model's own attention takes calls of the kind 'gradients': gradients are enabled; call the model "
-            "under torch.no_grad() or torch.inference_mode(). This is said once; report() has the counts.",
+            "s2o: the model's own attention takes calls of the kind 'gradients': gradients are enabled, or the model "
+            "is in train(); call it after eval(), under torch.no_grad() or torch.inference_mode(). This is said once; "
+            "report() has the counts.",
         ),
         (
             "INFO",

@@ -191,14 +191,15 @@ def test_compiled_once(arrays):
     assert compiled._cache_size() == 1
 
 
+THROUGH_HOST = "import s2o_cupy.integrations.jax as integration; integration.buffer_callback = None"
 SHARDED = """
 import jax, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.integrations.jax import attention
 
 config = S2OConfig(segment=64, block_m=32, block_n=32)
-mesh = jax.make_mesh((2,), ("x",))
+mesh = Mesh(np.array(jax.devices()), ("x",))
 qkv = jax.random.normal(jax.random.key(0), (3, 2, 4, 100, 16))
 expected = np.asarray(s2o_attention(*qkv, config=config))
 q, k, v = jax.device_put(list(qkv), NamedSharding(mesh, P("x")))
@@ -206,6 +207,33 @@ call = lambda q, k, v: attention(q, k, v, config=config)
 mapped = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
 assert len(mapped(q, k, v).devices()) == 2
 assert np.array_equal(mapped(q, k, v), expected)
+
+# Results vary along x as q, k and v do: a gradient is summed over the shards, once, and a scan may carry them.
+split, whole = P("x"), P()
+loss = lambda w, *x: jax.lax.psum(sum((y * w).sum() for y in attention(*x, config=config, return_lse=True)), "x")
+loss = jax.shard_map(loss, mesh=mesh, in_specs=(whole, split, split, split), out_specs=whole)
+total = sum(x.sum() for x in s2o_attention(*qkv, config=config, return_lse=True))
+for derive in (jax.grad(loss), jax.jit(jax.grad(loss))):
+    np.testing.assert_allclose(derive(2.0, q, k, v), total, rtol=1e-4)
+
+twice = lambda q, k, v: jax.lax.scan(lambda x, _: (call(x, k, v), None), q, length=2)[0]
+each = lambda q, k, v: jax.vmap(twice)(q[:, None], k[:, None], v[:, None])[:, 0]
+empty = lambda q, k, v: twice(q[:, :, :0], k, v)
+same_keys = lambda q, k, v: twice(q, k[:1], v[:1])
+
+
+def expected_of(q, k, v):
+    return s2o_attention(s2o_attention(q, k, v, config=config), k, v, config=config)
+
+
+expected, of_first = expected_of(*qkv), expected_of(qkv[0], *(x[:1].repeat(2, 0) for x in qkv[1:]))
+for body, specs, expected in (
+    (twice, split, expected), (each, split, expected), (empty, split, expected[:, :, :0]),
+    (same_keys, (split, whole, whole), of_first),
+):
+    for check in (True, False):
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=split, check_vma=check)
+        assert np.array_equal(jax.jit(mapped)(*qkv), expected)
 try:
     attention(q, k, v)
 except ValueError as error:
@@ -214,13 +242,14 @@ except ValueError as error:
 
 
 @pytest.mark.slow
-def test_shards():
-    """Of two devices: each attends its own by shard_map."""
+def test_shards(way):
+    """Of two devices: each attends its own by shard_map, in a loss and a scan too."""
     if not hasattr(jax, "shard_map"):
         pytest.skip("JAX has no jax.shard_map")
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    program = THROUGH_HOST + SHARDED if way == "host" else SHARDED
     found = subprocess.run(
-        [sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
     )
     assert found.returncode == 0, found.stderr
     assert re.search("q is sharded over 2 devices; accepted: .* jax.shard_map", found.stdout)

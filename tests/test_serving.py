@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from s2o_cupy import S2OConfig
+from s2o_cupy import S2OConfig, s2o_attention
 from s2o_cupy.integrations import plugins, serving
 from s2o_cupy.integrations.serving import (
     Cache,
@@ -235,19 +235,40 @@ def test_runs_end_their_prompts_or_do_not():
 
 
 @pytest.mark.parametrize(
-    ("settings", "longest", "expected"),  # of two prompts
-    [({}, 7168, 256), ({}, 7167, 0), ({"dense_last": 7}, 8192, 7), ({"rank": "mean"}, 9000, 0)],
+    ("settings", "longest", "expected"),  # of the second and third prompt
+    [({}, 7168, [256, 0]), ({}, 7167, [0]), ({"dense_last": 7}, 8192, [7]), ({"rank": "mean"}, 9000, [0])],
 )
 def test_the_last_queries_of_prompts_alone_attend_densely(monkeypatch, settings, longest, expected):
     """Those of a prompt that ends here, also in a chunk; no last queries of a chunk before."""
     seen = []
     monkeypatch.setattr(serving, "s2o_attention_paged", lambda *_, config, **__: seen.append(config))
-    q, table, config = np.zeros((500, 1, 8)), np.zeros((2, 1)), S2OConfig(**settings)
-    lengths = ((200, longest), (300, 1000))
+    q, table, config = np.zeros((600, 1, 8)), np.zeros((4, 1)), S2OConfig(**settings)
+    lengths = ((200, longest), (0, 0), (300, 1000))
     for ends in (True, False):
-        attend(Run(True, slice(0, 2), slice(0, 500), lengths, ends), q, Cache(q, q, table), q, config, 1.0, 0.0)
-    assert [x.dense_last for x in seen] == [expected, 0]
+        attend(Run(True, slice(1, 4), slice(50, 550), lengths, ends), q, Cache(q, q, table), q, config, 1.0, 0.0)
+    assert [x.dense_last for x in seen] == [*expected, 0]
     assert {replace(x, dense_last=config.dense_last) for x in seen} == {config}
+
+
+def test_a_request_is_what_it_is_alone():
+    """Beside a longer one whose last queries attend densely."""
+    torch, config = pytest.importorskip("torch"), S2OConfig(tau=0.3, segment=64, unit=32, block_m=32, block_n=32)
+    torch.manual_seed(0)
+    lengths = ((500, 500), (100, 7200), (500, 500), (40, 7168))
+    q, out = torch.randn(2, 1140, 2, 16)
+    pages = -(-np.array(lengths)[:, 1] // 16)
+    cache = torch.randn(2, pages.sum(), 16, 1, 16)
+    table = torch.zeros(4, pages.max(), dtype=torch.int32)
+    for row, (end, count) in enumerate(zip(pages.cumsum(), pages, strict=True)):
+        table[row, :count] = torch.arange(end - count, end)
+    cache = Cache(*cache, table)
+    attend(Run(True, slice(0, 4), slice(0, 1140), lengths), q, cache, out, config, 0.25, 0.0)
+    for n, begin in enumerate((0, 500, 600, 1100)):
+        alone, tokens = torch.empty_like(q), slice(begin, begin + lengths[n][0])
+        attend(Run(True, slice(n, n + 1), tokens, lengths[n : n + 1]), q, cache, alone, config, 0.25, 0.0)
+        assert torch.equal(out[tokens], alone[tokens])
+    first = [x[:32].reshape(1, 512, 1, 16)[:, :500] for x in cache[:2]]
+    assert torch.equal(out[:500], s2o_attention(q[None, :500], *first, config=config, scale=0.25, layout="BSHD")[0])
 
 
 def test_entry_points():

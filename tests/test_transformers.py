@@ -170,7 +170,7 @@ def test_chunks_that_s2o_does_not_take(model, ids, logits, kind):
 def test_fewer_queries_than_keys(qkv):
     """Without a mask they are the first tokens, as sdpa reads such a call; a mask says which keys each of them sees."""
     q, k, v = (torch.from_numpy(x) for x in qkv(150, 200, heads=4, kv_heads=2))
-    module = torch.nn.Module()
+    module = torch.nn.Module().eval()
     module.num_key_value_groups = 2
     s2o = register(config=DENSE, min_seqlen=100)
     seen = torch.ones(1, 1, 150, 200, dtype=torch.bool).tril(50)
@@ -209,28 +209,36 @@ def test_training(ids):
     assert s2o.calls["s2o"] == 3
 
 
-def test_reentrant_checkpoints(ids):
-    """Their layers run without gradients first, and then with them: the same attention both times."""
+@pytest.mark.parametrize("trained", ["", "mlp"], ids=["all", "mlp"])
+def test_reentrant_checkpoints(ids, trained):
+    """Their layers run without gradients first, and then with them: the same attention both times, also where its own
+    weights are frozen."""
     s2o = register(config=DENSE.with_tau(0.5), min_seqlen=100)
     losses, gradients = [], []
     for name in ("sdpa", "s2o"):
         torch.manual_seed(0)
         model = llama(attn_implementation=name).train()
+        for parameter, x in model.named_parameters():
+            x.requires_grad_(trained in parameter)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
         model.enable_input_require_grads()
         with torch.enable_grad():
             loss = model(ids, labels=ids, use_cache=False).loss
             loss.backward()
         losses.append(loss.detach())
-        gradients.append(model.model.layers[0].self_attn.q_proj.weight.grad)
+        layer = model.model.layers[0]
+        gradients.append((layer.mlp.up_proj if trained else layer.self_attn.q_proj).weight.grad)
     assert s2o.calls == {"gradients": 6}
     assert torch.equal(*losses) and torch.equal(*gradients)
+    with torch.inference_mode():  # nothing will be run again
+        model(ids)
+    assert s2o.calls["s2o"] == 3
 
 
 def test_each_reason_by_itself(qkv):
     """The output is sdpa's, bit for bit, and the reason is counted."""
     q, k, v = (torch.from_numpy(x) for x in qkv(200, heads=4, kv_heads=2))
-    module = torch.nn.Module()
+    module = torch.nn.Module().eval()
     module.num_key_value_groups = 2
 
     def agree(reason, q=q, k=k, v=v, mask=None, min_seqlen=100, config=DENSE, **options):
@@ -265,7 +273,7 @@ def test_each_reason_by_itself(qkv):
 def test_dtypes_of_a_device():
     s2o = register(config=DENSE, min_seqlen=100)
     q = torch.zeros(1, 1, 200, 8, device="meta")
-    module = torch.nn.Module()
+    module = torch.nn.Module().eval()
     s2o(module, q, q, q, None)
     assert s2o.calls == {"device or dtype": 1}
 

@@ -62,7 +62,7 @@ def test_a_layer_computes_in_the_dtype_of_autocast(mixed, kind, per_layer):
     given, cast = mixed
     s2o = register(config=DENSE, per_layer=per_layer, min_seqlen=100)
     with torch.autocast(kind, torch.bfloat16):
-        o = s2o(Layer(), *given, None)[0]
+        o = s2o(Layer().eval(), *given, None)[0]
     expected = s2o_attention(*cast, config=DENSE).transpose(1, 2)
     if per_layer:
         expected[:, :, 2] = s2o_attention(*cast, config=SMALL)[:, 2]

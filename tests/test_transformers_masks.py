@@ -117,6 +117,7 @@ def test_a_mask_that_is_not_in_memory():
     buffer = torch.empty_like(made)
     buffer.copy_(mask)  # is written, not the mask
     assert torch.equal(buffer, made)
+    assert not torch.vmap(torch.clone)(mask).any()  # what does not ask the mask sees its one element
     for write in (lambda: mask.fill_(False), lambda: mask.__setitem__(0, False)):
         with pytest.raises(TypeError, match="would write to a mask that is not in memory"):
             write()

@@ -67,7 +67,7 @@ def test_a_padded_row_is_what_it_is_alone(qkv):
     config, other = replace(SMALL, tau=0.5), replace(SMALL, segment=64, tau=0.1)
     s2o = register(config=config, per_layer={(0, 2): other}, min_seqlen=100)
     q, k, v = (torch.from_numpy(x) for x in qkv(300, heads=4, kv_heads=2, batch=2))
-    module = torch.nn.Module()
+    module = torch.nn.Module().eval()
     module.layer_idx = 0
     mask = CausalMask(2, 300, 300, 300, "cpu", sequences=((0, 0, 300), (1, 120, 300)))
     o, _ = s2o(module, q, k, v, mask)

@@ -242,7 +242,7 @@ def test_sinks_of_heads_with_configs_of_their_own(qkv):
     """A head has its own sink, also where heads take several calls."""
     q, k, v = (torch.from_numpy(x) for x in qkv(200, heads=4, kv_heads=2))
     sinks = torch.tensor([-1.0, 0.0, 3.0, 8.0])
-    module = torch.nn.Module()
+    module = torch.nn.Module().eval()
     module.layer_idx = 0
     s2o = register(config=DENSE, per_layer={(0, 1): replace(DENSE, segment=32)}, min_seqlen=100)
     o, _ = s2o(module, q, k, v, None, s_aux=sinks)

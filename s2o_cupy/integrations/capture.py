@@ -23,6 +23,7 @@ from ..tools.inputs import QKV, save
 from ..tools.layer_files import layer_file
 from .autocast import to_autocast_dtype
 from .implementations import lent
+from .plain import Weights, check_alone, plain_attention
 
 __all__ = ["capture"]
 
@@ -109,7 +110,31 @@ def _record(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, 
         wanted[layer] = QKV(*map(to_host, to_autocast_dtype(query, key, value)))
         if all(x is not None for x in wanted.values()):
             raise _Captured
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return _ordinary(module, query, key, value, attention_mask, **options), None
+
+
+def _ordinary(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Any = None,
+    **options: Any,
+) -> Any:
+    """Without the caps and sinks that sdpa has not, layers behind the first would get something else."""
+    weights = Weights(scaling, softcap or 0.0, s_aux, dropout)
+    if weights.are_sdpas:
+        given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **given, **options)[0]
+    check_alone(weights, options)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_causal = causal and attention_mask is None and query.shape[2] > 1
+    return plain_attention(query, key, value, attention_mask, is_causal, weights)
 
 
 AttentionInterface.register(NAME, _record)

@@ -18,7 +18,8 @@ class CausalMask(torch.Tensor):  # type: ignore[misc]
     static cache) no query sees. With ``window`` a query sees the last so many of its keys, itself among them. With
     ``sequences`` it sees keys of its own sequence alone, and a query outside of all of them those of any. At 100,000
     queries and keys the mask itself would be 10 GB. It has its shape, dtype and device, and may move to another device;
-    any other operation makes the mask and computes with that.
+    any other operation makes the mask and computes with that. But torch.vmap and torch.tensor read it as all False,
+    nothing visible: give them .make().
     """
 
     keys: int

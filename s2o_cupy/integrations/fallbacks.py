@@ -37,7 +37,8 @@ _UNEXPECTED = {
     "paged cache": "keys and values lie in transformers' paged cache; see s2o_cupy.s2o_attention_paged",
     "shape": "head_dim above 256, values of another head_dim, or keys of another batch",
     "device or dtype": "S2O takes float16 and bfloat16 on an NVIDIA GPU, and float32 and float64 too on the CPU",
-    "gradients": "gradients are enabled; call the model under torch.no_grad() or torch.inference_mode()",
+    "gradients": "gradients are enabled, or the model is in train(); call it after eval(), under torch.no_grad() or "
+    "torch.inference_mode()",
 }
 REASONS = _EXPECTED | _UNEXPECTED
 

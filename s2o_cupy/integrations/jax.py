@@ -191,7 +191,7 @@ def _compiled(
 
     def attend(*qkv: Any) -> Results:
         with_batch = [x.reshape(1, *x.shape) if ndim == 3 else x for x in qkv]
-        results = _call(with_batch, Asked(problem, config, layout, return_lse), backend)
+        results = _varying_as(qkv, _call(with_batch, Asked(problem, config, layout, return_lse), backend))
         return tuple(x[0] for x in results) if ndim == 3 else results
 
     def attend_all(size: int, mapped: list[bool], *qkv: Any) -> tuple[Results, tuple[bool, ...]]:
@@ -214,6 +214,25 @@ def _refuse_derivative(primals: Any, tangents: Any) -> Any:
         "a derivative by q, k or v is asked for (jax.grad, jax.vjp or jax.jvp), and S2O is for "
         "inference only; accepted: jax.lax.stop_gradient of q, k and v"
     )
+
+
+def _varying_as(qkv: Sequence[Any], results: Results) -> Results:
+    """With the axes of a jax.shard_map along which q, k or v varies: those of a callback have none, and jax.grad and
+    jax.lax.scan go by them."""
+    axes = frozenset[str]().union(*map(_axes, qkv))
+    return tuple(_vary(x, tuple(sorted(axes - _axes(x)))) for x in results)
+
+
+def _axes(x: Any) -> frozenset[str]:
+    """Along which an array varies, as JAX has it by one of two names, by version; before 0.6 it does not know."""
+    of_manual = getattr(x.aval, "manual_axis_type", None)
+    return frozenset(getattr(x.aval, "vma", ()) if of_manual is None else of_manual.varying)
+
+
+def _vary(x: Any, axes: tuple[str, ...]) -> Any:
+    if not axes:
+        return x
+    return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, axes)
 
 
 def _call(qkv: list[Any], asked: Asked, backend: str) -> Results:

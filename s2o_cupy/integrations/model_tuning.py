@@ -288,7 +288,8 @@ class _Search:
                 alone = self._s2o({layer.layer: config.with_tau(tau)})
 
                 def attend(asked: Asked, only: int = layer.layer) -> Tensor:
-                    return asked.s2o() if asked.module.layer_idx == only else asked.ordinary()
+                    here = asked.reason is None and getattr(asked.module, "layer_idx", None) == only
+                    return asked.s2o() if here else asked.ordinary()
 
                 now = self._changes(alone, attend)
                 moved.append(float(prices(self.of, now.entropy) @ now.moved))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 __all__ = ["NextTokens", "next_tokens"]
 
@@ -46,7 +47,19 @@ def next_tokens(model: Any, ids: Tensor, targets: Tensor, chunk: int = CHUNK, **
 def last_hidden(model: Any, ids: Tensor, **inputs: Any) -> Tensor:
     """What the last layer gives, after its norm: [batch, seqlen, hidden]."""
     with torch.no_grad():
-        return model.base_model(ids, use_cache=False, **inputs).last_hidden_state
+        hidden = getattr(_base(model)(ids, use_cache=False, **inputs), "last_hidden_state", None)
+    if hidden is None:
+        raise ValueError(
+            f"model is a {type(model).__name__}, whose layers do not run without what makes logits of them; accepted: "
+            "a causal language model of transformers"
+        )
+    return hidden
+
+
+def _base(model: Any) -> Any:
+    """The part of a model with the layers. Llama4ForCausalLM gives itself as its base model."""
+    base = model.base_model
+    return getattr(model, "model", model) if base is model else base
 
 
 def of_hidden(model: Any, hidden: Tensor, ids: Tensor, targets: Tensor, chunk: int = CHUNK) -> NextTokens:
@@ -110,23 +123,30 @@ def changes(model: Any, hidden: Tensor, other: Tensor, ids: Tensor, chunk: int =
 
 def _logits(model: Any, hidden: Tensor, ids: Tensor, chunk: int) -> Iterator[tuple[slice, Tensor]]:
     """Parts of the sequence, and their logits in float32 [batch, chunk, vocabulary]."""
-    if model.base_model is model:
+    base = _base(model)
+    if base is model:
         raise ValueError(f"model is a {type(model).__name__}, which gives no logits; accepted: a causal language model")
     for begin in range(0, ids.shape[1], chunk):
         part = slice(begin, begin + chunk)
-        with torch.no_grad(), _given(model.base_model, hidden[:, part]):
+        with torch.no_grad(), _given(base, hidden[:, part]):
             logits = model(ids[:, part], use_cache=False).logits.float()
         yield part, logits
+
+
+class _Given(BaseModelOutputWithPast):  # type: ignore[misc]
+    """Also has, as None, what layers of some kinds give beside hidden states, such as the logits of a router."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 @contextmanager
 def _given(base: Any, hidden: Tensor) -> Iterator[None]:
     """In the place of the layers' work their output: the model then does only what comes after it, caps and scales of
     its logits included."""
-    from transformers.modeling_outputs import BaseModelOutputWithPast
-
     before = vars(base).get("forward")
-    base.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=hidden)
+    base.forward = lambda *_, **__: _Given(last_hidden_state=hidden)
     try:
         yield
     finally:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Weights", "plain_attention"]
+__all__ = ["Weights", "check_alone", "plain_attention"]
 
 Tensor = Any  # torch.Tensor
 
@@ -20,6 +21,19 @@ class Weights(NamedTuple):
     softcap: float = 0.0  # scores are softcap * tanh(score / softcap)
     sinks: Tensor | None = None  # [heads]: one more score of each row, which counts for the softmax and has no value
     dropout: float = 0.0
+
+    @property
+    def are_sdpas(self) -> bool:
+        """Whether scaled_dot_product_attention makes such weights."""
+        return not self.softcap and self.sinks is None
+
+
+def check_alone(weights: Weights, options: Mapping[str, Any]) -> None:
+    """Raise ValueError if a layer asks beside capped scores or sinks for what plain_attention would leave out."""
+    for name in ("position_bias", "cache"):
+        if options.get(name) is not None:
+            which = "softcap" if weights.softcap else "s_aux"
+            raise ValueError(f"s2o: {name} and {which} came together; accepted: one of them")
 
 
 def plain_attention(

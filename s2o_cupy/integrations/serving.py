@@ -318,11 +318,17 @@ def attend(
     run: Run, q: Tensor, cache: Cache, out: Tensor, config: S2OConfig, scale: float, softcap: float
 ) -> None:
     """S2O for the requests of ``run``: q and out [tokens, heads, head_dim] are those of the whole batch. The last
-    queries of prompts attend densely, by the longest of them, not those of chunks before."""
-    lengths_q, lengths_k = zip(*run.lengths, strict=True)
-    config = _with_last(config, config.last_of_prompt(max(lengths_k)) if run.ends else 0)
-    s2o_attention_paged(
-        q[run.tokens], cache.k_pages, cache.v_pages, cache.page_table[run.requests], seqlen_k=list(lengths_k),
-        cu_seqlens_q=list(itertools.accumulate(lengths_q, initial=0)), config=config, scale=scale, softcap=softcap,
-        out=out[run.tokens], k_scale=cache.k_scale, v_scale=cache.v_scale,
-    )  # fmt: skip
+    queries of prompts attend densely, not those of chunks before: so many of each prompt as if it were alone, by a call
+    for neighbours with as many."""
+    first, begin = run.requests.start, run.tokens.start
+    for last, group in itertools.groupby(run.lengths, lambda x: config.last_of_prompt(x[1]) if run.ends else 0):
+        lengths_q, lengths_k = zip(*group, strict=True)
+        requests, tokens = slice(first, first + len(lengths_q)), slice(begin, begin + sum(lengths_q))
+        first, begin = requests.stop, tokens.stop
+        if tokens.start == tokens.stop:
+            continue
+        s2o_attention_paged(
+            q[tokens], cache.k_pages, cache.v_pages, cache.page_table[requests], seqlen_k=list(lengths_k),
+            cu_seqlens_q=list(itertools.accumulate(lengths_q, initial=0)), config=_with_last(config, last),
+            scale=scale, softcap=softcap, out=out[tokens], k_scale=cache.k_scale, v_scale=cache.v_scale,
+        )  # fmt: skip

@@ -38,7 +38,7 @@ from .head_groups import LayerConfigs
 from .mask_functions import REASON, causal_mask
 from .model_arguments import check_is_no_method, check_min_seqlen
 from .packed_rows import pack, starts, unpack
-from .plain import Weights, plain_attention
+from .plain import Weights, check_alone, plain_attention
 from .sliding_window import window_attention
 from .torch import attention, attention_varlen
 
@@ -159,7 +159,7 @@ class Asked(NamedTuple):
     key: Tensor  # [batch, kv_heads, seqlen_k, head_dim], as many keys as the last query sees
     value: Tensor
     call: _Call
-    groups: Any  # tuple of HeadGroup; None: per_layer says that the layer is not S2O's
+    groups: Any  # tuple of HeadGroup; None: per_layer says that the layer is not S2O's, or the call is not causal
     reason: str | None  # why S2O does not take it, one of fallbacks.REASONS
     scale: float | None
     softcap: float
@@ -202,16 +202,12 @@ class Asked(NamedTuple):
         query, key, value, mask = self.query, self.key, self.value, self.call.mask
         if isinstance(mask, CausalMask) and (mask.window is not None or mask.sequences is not None):
             mask = mask.make()[..., : mask.keys]
-        if self.softcap or self.sinks is not None:
-            for name in ("position_bias", "cache"):
-                if self.options.get(name) is not None:
-                    which = "softcap" if self.softcap else "s_aux"
-                    raise ValueError(f"s2o: {name} and {which} came together; accepted: one of them")
+        weights = Weights(self.scale, self.softcap, self.sinks, self.dropout)
+        if not weights.are_sdpas:
+            check_alone(weights, self.options)
             no_mask = mask is None or isinstance(mask, CausalMask)
-            return plain_attention(
-                query, key, value, None if no_mask else mask, self.call.causal and no_mask and query.shape[2] > 1,
-                Weights(self.scale, self.softcap, self.sinks, self.dropout),
-            )  # fmt: skip
+            is_causal = self.call.causal and no_mask and query.shape[2] > 1
+            return plain_attention(query, key, value, None if no_mask else mask, is_causal, weights)
         if isinstance(mask, CausalMask):
             # None is sdpa's own way to say so, where there are as many queries as keys.
             seqlen_q, seqlen_k = query.shape[2], key.shape[2]
@@ -230,7 +226,8 @@ class S2OAttention:
     S2O runs when all of this holds; otherwise sdpa does what it would have done by itself. Where a model caps its
     scores or has attention sinks, which sdpa cannot, S2O does too, and plain tensor operations take sdpa's place:
 
-    - causal self-attention without dropout, with gradients disabled or nothing that requires them,
+    - causal self-attention without dropout, with gradients disabled or nothing that requires them; of a module in
+      train() only torch.inference_mode() says that it will not be run again with them,
     - at least ``min_seqlen`` keys, and at least one tile (``block_m``) of queries: not a decoding step; of a batch of
       sequences the longest counts,
     - no mask but of padding at the ends of rows, or of packed sequences: each sequence is attended by itself, and
@@ -311,7 +308,8 @@ class S2OAttention:
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
 
         call = _parse(mask, causal, query.shape[2], key.shape[2])
-        groups = self.configs.groups(self._layer(module), query.shape[1], key.shape[1])
+        # An encoder beside the model that per_layer is of has other layers, or no numbers of them.
+        groups = self.configs.groups(self._layer(module), query.shape[1], key.shape[1]) if causal else None
         reason = self._why_not(query, key, value, call, dropout, groups, options)
         if reason is None and _is_recomputed(module):
             reason = "gradients"
@@ -327,7 +325,9 @@ class S2OAttention:
             raise ValueError(
                 f"register: per_layer names layers, but {type(module).__name__} has no layer_idx; accepted: None"
             )
-        layers = getattr(getattr(module, "config", None), "num_hidden_layers", None)
+        config = getattr(module, "config", None)
+        # Beside a decoder num_hidden_layers is the encoder's.
+        layers = getattr(config, "decoder_layers", getattr(config, "num_hidden_layers", None))
         if layers is not None and self.configs.last_layer >= layers:
             raise ValueError(f"register: per_layer names layer {self.configs.last_layer}; accepted: 0 to {layers - 1}")
         return layer
@@ -363,12 +363,11 @@ class S2OAttention:
 
 def _is_recomputed(module: Any) -> bool:
     """Whether a layer that trains is run without gradients, as by a reentrant checkpoint: it is run again with them,
-    then by the model's own attention, of which both have to be."""
+    then by the model's own attention, of which both have to be. Also where its own weights are frozen, as gradients may
+    go through it."""
     if not getattr(module, "training", False) or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    if torch.is_inference_mode_enabled():  # nothing is run again
-        return False
-    return any(x.requires_grad for x in module.parameters())
+    return not torch.is_inference_mode_enabled()  # in which nothing is run again
 
 
 def _parse(mask: Tensor | None, causal: bool, seqlen_q: int, seqlen_k: int) -> _Call:
