@@ -84,15 +84,16 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, tuple[float, float
     parser.add_argument("--model", help="name or folder of a Hugging Face model (default: a tiny random Llama)")
     parser.add_argument("--tokens", type=int, help="length of the prompt (default: 32768, or 1024 without --model)")
     parser.add_argument("--text", help="file to read the prompt from (default: Python's standard library)")
-    parser.add_argument("--tau", type=float, default=0.01, help="S2O's stop threshold (default: %(default)s)")
-    parser.add_argument("--segment", type=int, help="S2O's segment (default: 1024, or 128 without --model)")
+    parser.add_argument("--tau", type=float, help="S2O's stop threshold (default: the library's)")
+    parser.add_argument("--segment", type=int, help="S2O's segment (default: the library's, or 128 without --model)")
     parser.add_argument("--min-seqlen", type=int, help="fewest keys for S2O (default: 8192, or 128 without --model)")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs, of which the fastest counts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(arguments)
     tiny = args.model is None
     count = args.tokens or (1024 if tiny else 32_768)
-    segment = args.segment or (128 if tiny else 1024)
+    given = {"segment": 128 if tiny and args.segment is None else args.segment, "tau": args.tau}
+    config = S2OConfig(**{name: value for name, value in given.items() if value is not None})
     min_seqlen = (128 if tiny else 8192) if args.min_seqlen is None else args.min_seqlen
 
     dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, tuple[float, float
     model = model.to(args.device).eval()
     ids = tokens_of(args.model, args.text, count).to(args.device)
 
-    s2o = register("s2o", S2OConfig(segment=segment, tau=args.tau), min_seqlen=min_seqlen)
+    s2o = register("s2o", config, min_seqlen=min_seqlen)
     print(f"{args.model or 'tiny random Llama'}, {count:,} tokens, {str(dtype).removeprefix('torch.')}, {args.device}")
     print(f"{'attention':>9} {'ms':>10} {'tokens/s':>10} {'loss':>9}")
     found = {}

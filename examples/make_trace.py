@@ -19,6 +19,23 @@ from pathlib import Path
 import ml_dtypes
 
 from s2o_cupy.tools import inputs
+from s2o_cupy.tools.layer_files import named_layers
+
+
+def numbers(text: str) -> list[int]:
+    try:
+        return [int(h) for h in text.split(",")]
+    except ValueError:
+        raise SystemExit(f"--heads {text}: accepted: numbers, separated by commas") from None
+
+
+def keep_layers(layers: tuple[int, ...] | None, heads: int, kept: list[int]) -> list[int] | None:
+    """The layers whose heads are kept, or None where not all of one are: what is left would get other numbers."""
+    each = heads // len(layers) if layers and heads % len(layers) == 0 else 0
+    if not layers or not each:
+        return None
+    found = [layer for i, layer in enumerate(layers) if {*range(i * each, (i + 1) * each)} <= {*kept}]
+    return found if len(found) * each == len(kept) else None
 
 
 def keep_heads(qkv: inputs.QKV, kept: list[int]) -> inputs.QKV:
@@ -48,10 +65,15 @@ def main() -> None:
     qkv = inputs.load(args.input)
     if qkv.q.ndim == 3:
         qkv = inputs.QKV(*(x[None] for x in qkv))
-    if args.heads:
-        qkv = keep_heads(qkv, [int(h) for h in args.heads.split(",")])
+    heads, (seqlen_q, seqlen_k) = qkv.q.shape[1], (x.shape[2] for x in qkv[:2])
+    if args.length is not None and (args.length < 1 or seqlen_q != seqlen_k):
+        came = f"--length {args.length} with {seqlen_q} queries and {seqlen_k} keys"
+        raise SystemExit(f"{came}; accepted: 1 or more, of an input with a query for each key")
+    kept = [*range(heads)] if args.heads is None else numbers(args.heads)
+    layers = keep_layers(named_layers(args.input), heads, kept)
+    qkv = keep_heads(qkv, kept)
     qkv = inputs.QKV(*(x[:, :, : args.length].astype(ml_dtypes.bfloat16) for x in qkv))
-    inputs.save(args.output, qkv)
+    inputs.save(args.output, qkv, layers)
     shapes = ", ".join(f"{key} {x.shape}" for key, x in zip("qkv", qkv, strict=True))
     print(f"{args.output}: {shapes}, bfloat16, {Path(args.output).stat().st_size / 2**20:.2f} MiB")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -116,3 +118,30 @@ def test_sinks_and_capped_scores(name, padded, ids):
     expected = torch.cat(values, 2).transpose(1, 2)
     seen = slice(20 if padded else 0, None)
     np.testing.assert_allclose(found.v[:, :, seen], expected[:, :, seen], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "said"),
+    [
+        ("Llama", {}, {}),
+        ("Granite", {"attention_multiplier": 0.5}, {"[1, 2] have scale 0.5 (give tools --scale):"}),
+        ("Mistral", {"sliding_window": LENGTH}, {}),
+        ("Mistral", {"sliding_window": 100}, {"[1, 2] have a window of 100 keys (tools know none):"}),
+        ("Gemma2", {"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 64, "sliding_window": 100, "head_dim": 16,
+                    "layer_types": ["full_attention"] * 2 + ["sliding_attention"]},
+         {"[1] have scale 0.125 (give tools --scale), softcap 0.5 (give tools --softcap):",
+          "[2] have scale 0.125 (give tools --scale), softcap 0.5 (give tools --softcap), a window of 100 keys "
+          "(tools know none):"}),
+    ],
+)  # fmt: skip
+def test_what_arrays_do_not_say_is_warned_of(name, more, said, ids):
+    """Tools would find other taus without it."""
+    tokens = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    model = kind(kind.config_class(**SIZES, **tokens, **more))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        capture(model.eval(), ids, [1, 2])
+    found = {str(x.message) for x in caught if str(x.message).startswith("capture: ")}
+    assert len(found) == len(said) and all(any(words in x for x in found) for words in said)
+    assert all(x.filename == __file__ for x in caught if str(x.message) in found)

@@ -146,6 +146,23 @@ def test_no_file_is_read_and_written(tmp_path):
     assert inputs.load(qkv).q.shape[-2] == 300
 
 
+def test_what_is_in_a_folder_that_is_read_stays(tmp_path):
+    """Also where it is a link, or reached by one. What is not there yet may be written into it."""
+    folder, out = tmp_path / "qkv", tmp_path / "out"
+    folder.mkdir()
+    out.mkdir()
+    for name, x in inputs.builtin("random", 300)._asdict().items():
+        np.save(folder / name, x)
+    (folder / "v.npy").rename(out / "stored")
+    (folder / "v.npy").symlink_to(out / "stored")
+    (out / "link").symlink_to(folder / "k.npy")
+    small = ["--density", "1", "--segment", "64", "--block-n", "64", "--taus", "0.5"]
+    for path in (folder / "q.npy", folder / "v.npy", out / "link"):
+        result = s2o("tune", folder, *small, "--out", path)
+        assert result.returncode == cli.UNABLE and "in the folder that input is; accepted: a new" in result.stderr
+    assert s2o("tune", folder, *small, "--out", folder / "tuned.json").returncode == cli.OK
+
+
 @pytest.mark.parametrize("command", ["demo", "diff", "tune", "tune-model --loss 1 m t", "report m t"])
 def test_options_that_are_not_given_follow_those_that_are(command):
     from s2o_cupy.integrations import commands
@@ -168,6 +185,7 @@ def test_options_that_are_not_given_follow_those_that_are(command):
         (["demo", "--tau", "-1"], "tau is -1.0; accepted: a number >= 0"),
         (["demo", "--segment", "0"], "segment is 0"),
         (["demo", "--picture-head", "-1"], "the head to draw is -1; accepted: 0 to 3, as q has 4"),
+        (["demo", "--picture-head", "17.1"], "--picture-head is '17.1'; accepted: 0 to 3, or a name from 0 to 3"),
         (["demo", "--picture-head", "9"], "the head to draw is 9; accepted: 0 to 3, as q has 4"),
         (["demo", "--tau", "0.1,0.2", "--length", "300"], "tau has 2 numbers, q has 4 heads; accepted: one number for"),
         (["demo", "--plot", "a.png", "--no-picture"], "argument --no-picture: not allowed with argument --plot"),
@@ -176,6 +194,10 @@ def test_options_that_are_not_given_follow_those_that_are(command):
         (["demo", "--segmnt", "3"], "--segmnt is not accepted; did you mean --segment? accepted: --block-m"),
         (["info", "--tau=3"], "--tau is not accepted; accepted: --help, --json, -h"),
         (["info", "trace"], "trace is not accepted; accepted: --help"),
+        (["demo", "--seed", "-1"], "s2o demo: seed is -1; accepted: an integer >= 0"),
+        (["tune", "slash", "--density", "1", "--length", "-3"], "s2o tune: length is -3; accepted: an integer >= 0"),
+        (["compile", "--sample", "--dtype", "float16", "--arch", "sm_86"],
+         "no kernel of the sample has dtypes ['float16']; accepted: bfloat16 of head_dim 128"),
         (["demo", "--length", "9999"], "length is 9999; accepted: at most 2816"),
         (["demo", "setup.cfg", "--heads", "3"], "--heads is 3; accepted only with a built-in input"),
         (["compile", "--arch", "fermi"], "--arch has 'fermi'; accepted: names such as sm_90a, of"),
@@ -197,6 +219,19 @@ def test_where_an_error_comes_from(monkeypatch):
     monkeypatch.setenv("S2O_DEBUG", "1")
     with pytest.raises(ValueError, match="error is 1.0; accepted"):
         cli.main(["tune", "slash", "--length", "600", "--error", "1.0"])
+
+
+def test_errors_of_any_kind_exit_2(monkeypatch):
+    """1 would say that something wrong was found."""
+    def broken(*_, **__):
+        raise IndexError("index out of range")
+
+    monkeypatch.setattr(inputs, "builtin", broken)
+    result = s2o("demo", "--no-picture")
+    assert (result.returncode, result.stdout) == (cli.UNABLE, "")
+    assert result.stderr.startswith("s2o demo: IndexError: index out of range (with S2O_DEBUG=1 ")
+    with pytest.raises(IndexError):
+        s2o("demo", "--no-picture", S2O_DEBUG="1")
 
 
 def test_errors_in_json():

@@ -180,6 +180,20 @@ def test_json_and_the_picture(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
 
 
+def test_a_result_is_not_lost_with_its_picture(tmp_path, capsys, monkeypatch):
+    """Nor is it two texts of JSON then."""
+    pytest.importorskip("matplotlib")
+
+    def full(*_, **__):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(plot, "draw_methods", full)
+    arguments = [*ARGUMENTS, "--json", "--plot", str(tmp_path / "a.png"), "--method", "meanpooling"]
+    assert cli.main(arguments) == cli.UNABLE
+    out, err = capsys.readouterr()
+    assert json.loads(out)["source"] == "slash" and "s2o compare: the disk is full" in err
+
+
 @pytest.fixture
 def axis_of(monkeypatch):
     """What a picture of methods would show."""

@@ -285,6 +285,37 @@ def test_the_default_head_is_there(tmp_path):
     assert found["picture"] == str(tmp_path / "a.png")
 
 
+def test_a_demo_is_not_lost_with_its_picture(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+
+    def full(*_, **__):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    assert cli.main(["demo", "--length", "300", "--segment", "64", "--plot", str(tmp_path / "a.png")]) == cli.OK
+    assert "rel_l2" in (out := capsys.readouterr().out) and "No picture: the disk is full" in out
+
+
+@pytest.mark.parametrize("head", ["17.1", "3"])
+def test_the_picture_calls_heads_as_the_table_does(tmp_path, capsys, monkeypatch, head):
+    """By layer, where the file says it; and so they may be asked for."""
+    pytest.importorskip("matplotlib")
+    titles = []
+
+    def seen(figure, *_, **__):
+        titles.extend(axis.get_title("left") for axis in figure.axes)
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", seen)
+    file = tmp_path / "a.npz"
+    inputs.save(file, inputs.builtin("random", 300, heads=4, kv_heads=2), [5, 17])
+    options = ["--segment", "64", "--block-n", "64", "--picture-head", head, "--json"]
+    assert cli.main(["demo", str(file), *options, "--plot", str(tmp_path / "a.png")]) == cli.OK
+    names = [row["head"] for row in json.loads(capsys.readouterr().out)["heads"]]
+    assert names == ["5.0", "5.1", "17.0", "17.1"]
+    of = [title.removeprefix("Head ").split(" ")[0].strip(",:") for title in titles if title.startswith("Head")]
+    assert of == ["17.1", "17.1", *names, "17.1"]
+
+
 def test_demo_with_nothing_to_draw(capsys, tmp_path, no_work):
     pytest.importorskip("matplotlib")
     options = ["--length", "300", "--segment", "512", "--plot", str(tmp_path / "a.png")]
@@ -320,7 +351,7 @@ def test_where_tiles_stopped_is_marked():
     config = S2OConfig(segment=64, block_m=32, block_n=32, unit=8, window=16, tau=0.05, dense_up_to=0)
     view = segment_map(q, k, v, config, head=2, segment=4, scale=1 / math.sqrt(128))
     figure, axis = plt.subplots()
-    plot._mass(axis, view)
+    plot._mass(axis, view, "2")
     marks = [line.get_xydata()[0] for line in axis.lines if line.get_marker() == "o"]
     plt.close(figure)
     assert len(marks) == (view.stops > 0).sum() == 2

@@ -83,6 +83,52 @@ def test_llama_with_a_model_and_a_text(llama, tmp_path, capsys):
         llama["main"]([*options, "--tokens", "3000"])
 
 
+def test_llama_has_the_library_s_defaults(llama, tmp_path, monkeypatch):
+    """A tiny model has shorter segments, so that there are some."""
+    class Seen(Exception):
+        pass
+
+    def register(_, config, **__):
+        raise Seen(config)
+
+    from s2o_cupy import S2OConfig
+
+    monkeypatch.setitem(llama["main"].__globals__, "register", register)
+    monkeypatch.setitem(llama["main"].__globals__, "tokens_of", lambda *_: llama["torch"].zeros(1, 4, dtype=int))
+    llama["tiny_model"]().save_pretrained(tmp_path)
+    model = ["--model", str(tmp_path)]
+    for options, config in (
+        (model, S2OConfig()), ([*model, "--tau", "0.3", "--segment", "64"], S2OConfig(tau=0.3, segment=64)),
+        ([], S2OConfig(segment=128)), (["--tau", "0"], S2OConfig(segment=128, tau=0)),
+    ):  # fmt: skip
+        with pytest.raises(Seen) as seen:
+            llama["main"]([*options, "--device", "cpu"])
+        assert seen.value.args[0].values == config.values
+
+
+def test_a_trace(tmp_path):
+    """Heads and tokens of an input, with the layers of those that are all there; else one line says why not."""
+    from s2o_cupy.tools import inputs
+    from s2o_cupy.tools.layer_files import layers_of
+
+    source, made = tmp_path / "a.npz", tmp_path / "b.npz"
+    q, k, v = inputs.builtin("random", 100, heads=4, kv_heads=2, head_dim=16)
+    inputs.save(source, inputs.QKV(q, k, v), [3, 7])
+    for options, heads, layers in (([], 4, (3, 7)), (["--heads", "2,3"], 2, (7,)), (["--heads", "1,3"], 2, None)):
+        run("make_trace.py", str(source), str(made), "--length", "60", *options)
+        assert inputs.load(made).q.shape == (1, heads, 60, 16) and layers_of(made) == layers
+    inputs.save(tmp_path / "chunk.npz", inputs.QKV(q[:, :, 60:], k, v))
+    for name, options, message in (
+        ("chunk.npz", ["--length", "20"], "--length 20 with 40 queries and 100 keys; accepted: 1 or more, of an input"),
+        ("a.npz", ["--length", "-1"], "--length -1 with 100 queries"),
+        ("a.npz", ["--heads", "a"], "--heads a: accepted: numbers, separated by commas"),
+    ):
+        result = run_script(EXAMPLES / "make_trace.py", tmp_path / name, made, *options)
+        assert result.returncode == 1 and message in result.stderr and "Traceback" not in result.stderr
+    run("make_trace.py", str(tmp_path / "chunk.npz"), str(made))
+    assert inputs.load(made).q.shape == (1, 4, 40, 16)
+
+
 def test_llama_by_itself():
     pytest.importorskip("torch")
     pytest.importorskip("transformers", "5.16")

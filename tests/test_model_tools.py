@@ -18,7 +18,6 @@ transformers = pytest.importorskip("transformers", "5.16")
 
 from tiny_llama import LENGTH, SIZES, llama, logits_of, prompt  # noqa: E402
 
-from s2o_cupy.__main__ import main  # noqa: E402
 from s2o_cupy.integrations.model_tools import report, tune_model  # noqa: E402
 from s2o_cupy.integrations.model_tuning import shared_out  # noqa: E402
 from s2o_cupy.integrations.next_tokens import changes, last_hidden, next_tokens, text_losses  # noqa: E402
@@ -26,7 +25,6 @@ from s2o_cupy.integrations.transformers import Asked, capture, register  # noqa:
 from s2o_cupy.plan import launch_plan  # noqa: E402
 from s2o_cupy.tools import tune_layers  # noqa: E402
 from s2o_cupy.tools.layer_curves import LayerCurves  # noqa: E402
-from s2o_cupy.tools.layer_settings import read_settings  # noqa: E402
 
 CONFIG = S2OConfig(segment=64, block_m=64, block_n=32, unit=8)
 SMALLER = S2OConfig(segment=32, block_m=16, block_n=16, unit=8)  # which take longer
@@ -432,69 +430,3 @@ def test_report_and_tuning_on_a_gpu(monkeypatch):
         assert np.mean([x.mean_density for x in sparse.layers]) == pytest.approx(found.density, rel=0.1)
         assert found.density < 0.65 and sparse.layers[0].error.max() > 0.001
         assert all(0 < x.error.max() < 3 for x in sparse.layers)
-
-
-# ---------------------------------------------------------------- the commands
-
-
-@pytest.fixture
-def folder(model, ids, tmp_path):
-    """A model as from_pretrained reads it, and ids."""
-    model.save_pretrained(tmp_path / "model")
-    np.save(tmp_path / "ids.npy", ids[0].numpy().astype(np.uint16))
-    return tmp_path
-
-
-COMMAND = ["--min-seqlen", "100", "--segment", "32", "--block-m", "64", "--block-n", "64", "--unit", "8"]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_commands(folder, capsys, monkeypatch):
-    """From a model and a text to a tuned run, which report repeats."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    where = [str(folder / "model"), str(folder / "ids.npy")]
-    tuned = str(folder / "tuned.json")
-    assert main(["tune-model", *where, "--error", "0.2", "--taus", "0.5,0.05", "--out", tuned, *COMMAND]) == 0
-    assert "error at most 0.2, a tau for each layer" in capsys.readouterr().out
-    _, per_layer, min_seqlen = read_settings(tuned)
-    assert [*per_layer] == [0, 1, 2] and min_seqlen == 100
-    picture = str(folder / "report.png")
-    pytest.importorskip("matplotlib")
-    assert main(["report", *where, "--settings", tuned, "--json", "--plot", picture]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [x["heads"][f"{x['layer']}.0"]["tau"] for x in found["layers"]] == [x.tau for x in per_layer.values()]
-    assert found["tokens"] == LENGTH and found["picture"] == picture
-    monkeypatch.chdir(folder)
-    (folder / "text.txt").write_text("some words")
-    (folder / "empty.npy").write_bytes(b"")
-    for name, stored in (("short", [3]), ("beyond", [3, 97, 5]), ("negative", [3, -100, 5]), ("floats", [0.0] * 5)):
-        np.save(name, np.array(stored))
-    none = [str(folder / "none"), where[1]]
-    tune_none = ["tune-model", *none]
-    for message, arguments in (
-        ("--length is 501; accepted: 2 to 500", ["report", *where, "--length", "501"]),
-        ("s2o report: ", ["report", *none]),
-        # Before a model is looked for.
-        ("report: the picture is 'a.txt'; accepted", ["report", *none, "--plot", "a.txt"]),
-        ("tune-model: the picture is 'a.txt'; accepted", [*tune_none, "--loss", "1", "--plot", "a.txt"]),
-        ("tune_model: loss is 0.0; accepted", [*tune_none, "--loss", "0"]),
-        ("tune_model: segments is 0; accepted", [*tune_none, "--loss", "1", "--segments", "0"]),
-        ("tune_model: seed is -1; accepted", [*tune_none, "--loss", "1", "--seed", "-1"]),
-        ("tune_model: held_back is 2.0; accepted", [*tune_none, "--loss", "1", "--held-back", "2"]),
-        # After one is.
-        ("S2O takes no layer", ["tune-model", *where, "--loss", "1"]),
-        ("empty.npy: not a readable .npy array", ["report", where[0], "empty.npy"]),
-        ("no such file; accepted: a file that tune_model", ["report", *where, "--settings", "none.json"]),
-        ("--settings and --tau, --unit came together; accepted: --settings, or options of S2O",
-         ["report", *where, "--settings", tuned, "--tau", "0.1", "--unit=8"]),
-        ("model has no tokenizer that transformers can read (", ["report", where[0], "text.txt"]),
-        ("such as tokenizer.json, beside the model's, or token ids in a .npy file", ["report", where[0], "text.txt"]),
-        ("beyond.npy has the token id 97; accepted: 0 to 96, the model's", ["report", where[0], "beyond.npy"]),
-        ("negative.npy has the token id -100; accepted: 0 to 96", ["report", where[0], "negative.npy"]),
-        ("s2o report: MODEL is 'nofolder', which is no folder here; the Hugging Face Hub, or its cache, is asked",
-         ["report", "nofolder", "none.npy"]),
-        ("short.npy is 1 tokens; accepted: 2 or more", ["report", where[0], "short.npy"]),
-        ("floats.npy: float64; accepted: token ids, integers", ["report", where[0], "floats.npy"]),
-    ):
-        assert main(arguments) == 2
-        assert message in capsys.readouterr().err

@@ -31,9 +31,9 @@ def of_samples(units, width):
 @pytest.mark.parametrize("alike", [1.0, 2.0**-6, 2.0**-8, 2.0**-10, 0.0])
 @pytest.mark.parametrize("products", [E4M3, INT8])
 def test_first_keys_that_are_alike_leave_room_for_others(rng, alike, products):
-    """As of repeated tokens: what later keys differ by is no multiple of what these do. Nor if they are zeros. The first
-    ten units by 8 bits are among the first twenty, of integers the first twelve, by the same elements before they are
-    rounded."""
+    """As of repeated tokens: what later keys differ by is no multiple of what these do. Nor if they are zeros. The
+    first ten units by 8 bits are among the first twenty, of integers the first twelve, by the same elements before they
+    are rounded."""
     q, k = rng.standard_normal((2, 1, 1, 2048, 128))
     k[:, :, :128] = (k[:, :, :1] if alike else 0) + alike * k[:, :, :128]
     config, scale = S2OConfig(dense_last=0), 128**-0.5

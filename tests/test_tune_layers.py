@@ -192,6 +192,33 @@ def test_a_folder_of_layers(layers, tmp_path):
     assert tune_layers(tmp_path, error=0.3, **options()).to_dict() == expected.to_dict()
 
 
+@pytest.mark.parametrize("command", ["demo", "tune"])
+def test_a_folder_of_layers_is_for_by_alone(layers, tmp_path, capsys, command):
+    for layer, qkv in layers.items():
+        inputs.save(tmp_path / layer_file(layer), inputs.QKV(*qkv), [layer])
+    options = ["--no-picture"] if command == "demo" else ["--density", "0.9"]
+    assert cli.main([command, str(tmp_path), *options]) == cli.UNABLE
+    listed = ", ".join(map(str, sorted(layers)))
+    said = f"{tmp_path}: holds layers {listed}; accepted: one of its files, or give tune --by"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stored", ["a,b", [[0, 1]]])
+def test_names_need_no_layers(layers, tmp_path, capsys, stored):
+    """What a file wrongly says of them stops only what needs them."""
+    qkv = inputs.QKV(*layers[min(layers)])
+    if isinstance(stored, str):
+        numpy = pytest.importorskip("safetensors.numpy")
+        numpy.save_file(qkv._asdict(), file := tmp_path / "a.safetensors", {"layers": stored})
+    else:
+        np.savez(file := tmp_path / "a.npz", **qkv._asdict(), layers=np.array(stored))
+    assert cli.main(["tune", str(file), "--error", "0.99", *COMMAND]) == cli.OK
+    assert cli.main(["demo", str(file), "--no-picture", "--block-m", "64", "--block-n", "64"]) == cli.OK
+    capsys.readouterr()
+    assert cli.main(["tune", str(file), "--error", "0.99", "--by", "head", *COMMAND]) == cli.UNABLE
+    assert str(file) in capsys.readouterr().err
+
+
 def test_settings_are_read_as_written(layers, tmp_path):
     found = tune_layers(layers, error=0.3, by="head", **options())
     found.save(tmp_path / "tuned.json")

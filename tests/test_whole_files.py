@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from s2o_cupy.tools import inputs
 from s2o_cupy.tools.whole_files import whole_file, write_picture, write_text
 
 
@@ -47,6 +48,27 @@ def test_a_picture(tmp_path, name):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     figure = pyplot.figure(figsize=(1, 1))
     write_picture(tmp_path / name, figure)
-    pyplot.close(figure)
+    assert not pyplot.get_fignums()
     assert [*tmp_path.iterdir()] == [tmp_path / "a.png"]
     assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
+
+
+@pytest.mark.parametrize(("name", "begins"), [("a.svg", b"<?xml"), ("a.png", b"\x89PNG")])
+def test_a_picture_behind_a_link(tmp_path, name, begins):
+    """What it leads to may have no ending, as an object of a store."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    (tmp_path / "object").write_text("")
+    (tmp_path / name).symlink_to(tmp_path / "object")
+    figure = pyplot.figure(figsize=(1, 1))
+    write_picture(tmp_path / name, figure)
+    assert not pyplot.get_fignums()
+    assert (tmp_path / name).is_symlink() and (tmp_path / "object").read_bytes().startswith(begins)
+    assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_arrays_behind_a_link(tmp_path):
+    """NumPy would put an ending to a name without one, and the file into no place."""
+    (tmp_path / "object").write_text("")
+    (tmp_path / "a.npz").symlink_to(tmp_path / "object")
+    inputs.save(tmp_path / "a.npz", inputs.builtin("random", 64))
+    assert inputs.load(tmp_path / "a.npz").q.shape == (1, 4, 64, 128) and len([*tmp_path.iterdir()]) == 2

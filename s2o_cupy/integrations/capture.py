@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ with with_extra(__name__, "transformers"):
     from transformers.masking_utils import sdpa_mask
 
 from ..arrays.frameworks import to_host
+from ..errors import warn_caller
 from ..tools.inputs import QKV, save
 from ..tools.layer_files import layer_file
 from .autocast import to_autocast_dtype
@@ -29,6 +31,7 @@ __all__ = ["capture"]
 
 NAME = "s2o_capture"
 _wanted: ContextVar[dict[int, QKV | None]] = ContextVar("s2o_capture")
+_unsaid: ContextVar[dict[str, list[int]]] = ContextVar("s2o_capture_unsaid")  # what arrays lack, with its layers
 
 
 class _Captured(Exception):
@@ -40,7 +43,9 @@ def capture(
 ) -> QKV:
     """What the attention of some layers gets, after the rotary embedding, for one prompt.
 
-    The model runs its ordinary attention, without gradients and without a cache, up to the last of the layers.
+    The model runs its ordinary attention, without gradients and without a cache, up to the last of the layers. Arrays
+    do not say by what their scores are scaled and capped, nor a window or sinks: a UserWarning tells what else the
+    model has than tools assume.
 
     Parameters
     ----------
@@ -73,7 +78,8 @@ def capture(
     if not layers or not all(type(n) is int and 0 <= n < count for n in layers) or len(set(layers)) < len(layers):
         raise ValueError(f"capture: layers is {layers}; accepted: different numbers from 0 to {count - 1}")
     wanted: dict[int, QKV | None] = dict.fromkeys(layers)
-    token = _wanted.set(wanted)
+    unsaid: dict[str, list[int]] = {}
+    token, other = _wanted.set(wanted), _unsaid.set(unsaid)
     try:
         with lent(model, NAME), torch.no_grad():
             model.base_model(input_ids, use_cache=False, **inputs)
@@ -81,6 +87,7 @@ def capture(
         pass
     finally:
         _wanted.reset(token)
+        _unsaid.reset(other)
     found = [x for x in wanted.values() if x is not None]
     if len(found) < len(layers):
         missing = [n for n, x in wanted.items() if x is None]
@@ -88,6 +95,8 @@ def capture(
     shapes = {(x.q.shape, x.k.shape) for x in found}
     if len(shapes) > 1:
         raise ValueError(f"capture: the layers have q and k of shapes {sorted(shapes)}; accepted: layers of one shape")
+    for what, of in unsaid.items():
+        warn_caller(f"capture: layers {of} have {what}: arrays do not say it, and tools would judge other attention")
     qkv = QKV(*(np.concatenate(parts, axis=1) for parts in zip(*found, strict=True)))
     if path is not None:
         _write(Path(path), dict(zip(layers, found, strict=True)), qkv)
@@ -108,9 +117,24 @@ def _record(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, 
     layer = getattr(module, "layer_idx", None)
     if layer in wanted and getattr(module, "is_causal", True):
         wanted[layer] = QKV(*map(to_host, to_autocast_dtype(query, key, value)))
+        if what := _beside(query.shape[-1], key.shape[-2], options):
+            _unsaid.get().setdefault(what, []).append(layer)
         if all(x is not None for x in wanted.values()):
             raise _Captured
     return _ordinary(module, query, key, value, attention_mask, **options), None
+
+
+def _beside(head_dim: int, seqlen_k: int, options: Mapping[str, Any]) -> str:
+    """In words, what attention has beside q, k and v."""
+    scale, softcap, window = (options.get(name) for name in ("scaling", "softcap", "sliding_window"))
+    has = {
+        f"scale {scale!r} (give tools --scale)": scale is not None
+        and not math.isclose(scale, head_dim**-0.5, rel_tol=1e-4),
+        f"softcap {softcap!r} (give tools --softcap)": softcap,
+        f"a window of {window} keys (tools know none)": window is not None and window < seqlen_k,
+        "sinks (tools know none)": options.get("s_aux") is not None,
+    }
+    return ", ".join(words for words, so in has.items() if so)
 
 
 def _ordinary(

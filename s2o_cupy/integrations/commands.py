@@ -77,12 +77,8 @@ def _add_model(parser: argparse.ArgumentParser, texts: str | None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of their draw (default: 0)")
 
 
-def _load(args: argparse.Namespace, texts: list[str]) -> tuple[Any, list[Any]]:
-    """The model, and ids (1, length) of each text, on the GPU where there is one."""
-    with with_extra(f"s2o {args.command}", "transformers"):
-        import torch
-        from transformers import AutoModelForCausalLM
-
+def _texts(args: argparse.Namespace, texts: list[str]) -> list[Any]:
+    """Ids of each text, (length,), before a model is loaded, which may take minutes."""
     if not os.path.isdir(args.model) and (args.model.count("/") > 1 or args.model.startswith((".", "/", "~"))):
         raise FileNotFoundError(
             f"MODEL is {args.model!r}: no such folder; accepted: a folder or a name that transformers' from_pretrained "
@@ -96,13 +92,37 @@ def _load(args: argparse.Namespace, texts: list[str]) -> tuple[Any, list[Any]]:
     for text in texts:
         if not os.path.isfile(text):
             raise FileNotFoundError(f"TEXT is {text!r}: no such file; accepted: a text, or a .npy file of token ids")
-    found = [_ids(args, text) for text in texts]
+    return [_ids(args, text) for text in texts]
+
+
+def _load(args: argparse.Namespace, texts: list[str], found: list[Any]) -> tuple[Any, list[Any]]:
+    """The model, and the ids (1, length) of each text, on the GPU where there is one."""
+    with with_extra(f"s2o {args.command}", "transformers"):
+        import torch
+        from transformers import AutoModelForCausalLM
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(device).eval()
-    known = getattr(model.config, "vocab_size", None)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
+    except Exception as error:  # of many kinds, by what is missing or does not fit
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ValueError(
+            f"MODEL is {args.model!r}, of which transformers makes no model ({why}); accepted: what its "
+            "AutoModelForCausalLM.from_pretrained reads"
+        ) from error
+    model, config = model.to(device).eval(), model.config.get_text_config()
+    known, positions = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
+    weights = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    if getattr(config, "rope_parameters", None) or not any("wpe" in x or "position" in x for x in weights):
+        positions = None  # not from a table: there are more than the model was trained for
     for text, ids in zip(texts, found, strict=True):
         if known is not None and (wrong := [x for x in (int(ids.min()), int(ids.max())) if not 0 <= x < known]):
             raise ValueError(f"{text} has the token id {wrong[0]}; accepted: 0 to {known - 1}, the model's vocabulary")
+        if positions is not None and len(ids) > positions:
+            raise ValueError(
+                f"{text} is {len(ids)} tokens, the model has {positions} positions; accepted: --length {positions}, or "
+                "less"
+            )
     return model, [torch.from_numpy(ids[None]).to(device) for ids in found]
 
 
@@ -113,7 +133,7 @@ def _ids(args: argparse.Namespace, text: str) -> Any:
         stored = read_npy(Path(text))
         if stored.dtype.kind not in "iu":
             raise ValueError(f"{text}: {stored.dtype}; accepted: token ids, integers")
-        ids = stored.astype(np.int64).reshape(-1)
+        ids = _row(text, stored).astype(np.int64)
     else:
         from .text_ids import text_ids
 
@@ -126,19 +146,25 @@ def _ids(args: argparse.Namespace, text: str) -> Any:
     return ids[:length].astype(np.int64)
 
 
-def _answers(args: argparse.Namespace, ids: list[Any]) -> list[Any] | None:
-    import torch
+def _row(path: str, stored: Any) -> Any:
+    """Of one text: several would be joined where none of them ends."""
+    if stored.ndim != 1 and stored.shape[:-1] != (1,):
+        raise ValueError(f"{path}: shape {stored.shape}; accepted: (tokens,) or (1, tokens), one text")
+    return stored.reshape(-1)
 
+
+def _answers(args: argparse.Namespace, ids: list[Any]) -> list[Any] | None:
+    """Booleans (1, length) of each text."""
     if args.answers is None:
         return None
     if len(args.answers) != len(ids):
         raise ValueError(f"--answers came {len(args.answers)} times with {len(ids)} texts; accepted: once for each")
     found = []
     for path, text in zip(args.answers, ids, strict=True):
-        marked = read_npy(Path(path)).reshape(-1)
-        if marked.dtype != bool or len(marked) < text.shape[1]:
-            raise ValueError(f"{path}: {len(marked)} of {marked.dtype}; accepted: bool, {text.shape[1]} or more")
-        found.append(torch.from_numpy(marked[None, : text.shape[1]]).to(text.device))
+        marked = _row(path, read_npy(Path(path)))
+        if marked.dtype != bool or len(marked) < len(text):
+            raise ValueError(f"{path}: {len(marked)} of {marked.dtype}; accepted: bool, {len(text)} or more")
+        found.append(marked[None, : len(text)])
     return found
 
 
@@ -155,16 +181,21 @@ def _tune_model(args: argparse.Namespace) -> int:
     check_segments("tune_model", args.segments)
     checked_int("seed", args.seed, 0, owner="tune_model")
     with with_extra(f"s2o {args.command}", "transformers"):
+        import torch
+
         from .model_texts import check_held_back
         from .model_tools import tune_model
 
     check_held_back("tune_model", args.held_back)
-    model, ids = _load(args, args.text)
+    texts = _texts(args, args.text)
+    marked = _answers(args, texts)
+    model, ids = _load(args, args.text, texts)
+    answers = None if marked is None else [torch.from_numpy(x).to(model.device) for x in marked]
     with progress("tune-model") as told, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "tune_model: ", UserWarning)  # they are among the result's notes
         found = tune_model(
             model, ids, loss=args.loss, error=args.error, density=args.density, by=args.by, taus=taus, config=config,
-            min_seqlen=MIN_SEQLEN if args.min_seqlen is None else args.min_seqlen, answers=_answers(args, ids),
+            min_seqlen=MIN_SEQLEN if args.min_seqlen is None else args.min_seqlen, answers=answers,
             held_back=args.held_back, segments=args.segments, seed=args.seed, progress=told,
         )  # fmt: skip
     for note in found.notes if args.json else ():  # the table has them
@@ -187,17 +218,19 @@ def _report(args: argparse.Namespace) -> int:
     if args.settings is not None and (given := options_given(args)):
         raise ValueError(f"--settings and {', '.join(given)} came together; accepted: --settings, or options of S2O")
     cli.check_plot(args)
+    check_segments("report", args.segments)
+    checked_int("seed", args.seed, 0, owner="report")
     from .model_tools import report
     from .transformers import register
 
     s2o = register("s2o", args.settings or cli.config_of(args), min_seqlen=args.min_seqlen)
-    model, (ids,) = _load(args, [args.text])
+    model, (ids,) = _load(args, [args.text], _texts(args, [args.text]))
     with progress("report") as told:
         found = report(
             model, ids, s2o, loss=not args.no_loss, segments=args.segments, seed=args.seed, progress=told
         )  # fmt: skip
-    if args.plot is not None:
-        found.draw(args.plot)
     about = {"model": args.model, "text": args.text, "picture": args.plot}
     cli.print_result(args, found.to_dict() | about, lambda _: found.table())
+    if args.plot is not None:  # last, so that the result is not lost where it cannot be written
+        found.draw(args.plot)
     return cli.OK

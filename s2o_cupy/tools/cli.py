@@ -10,11 +10,11 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import __version__, spec
 from ..cuda.compiler import ARCHITECTURES
+from ..errors import arguments_of
 from ..nearest import nearest
 from ..plan.launch_plan import padded_head_dim
 from ..spec import S2OConfig, S2OError
@@ -22,6 +22,7 @@ from . import inputs
 from .config_options import add_config, config_of
 from .finite import note_not_finite
 from .layer_settings import BY
+from .outputs import check_out, check_plot
 from .whole_files import write_text
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
 
 OK, FOUND, UNABLE = 0, 1, 2
 OLDEST = 80  # compute capability 8.0
+EXPECTED = (S2OError, ImportError, OSError, TypeError, ValueError, MemoryError)  # errors in words for a reader
 EXIT_STATUS = """\
 exit status:
   0  done, and nothing wrong was found
@@ -69,7 +71,7 @@ def main(argv: Sequence[str] | None = None, more: Sequence[Add] = ()) -> int:
         args.parser.error(_unknown(unknown, sorted(args.parser._option_string_actions)))
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "s2o_attention: q has .* heads of")  # _input says it
+            warnings.filterwarnings("ignore", "q has .* heads of")  # _input says it
             status: int = args.run(args)
         sys.stdout.flush()
         return status
@@ -78,10 +80,13 @@ def main(argv: Sequence[str] | None = None, more: Sequence[Add] = ()) -> int:
         return OK
     except KeyboardInterrupt:
         return _unable(args, "interrupted")
-    except (S2OError, ImportError, OSError, TypeError, ValueError, MemoryError) as error:
+    except Exception as error:
         if os.environ.get("S2O_DEBUG"):
             raise
-        return _unable(args, str(error) or type(error).__name__)
+        said = str(error) or type(error).__name__
+        if not isinstance(error, EXPECTED):  # whose words need not say what is wrong
+            said = f"{type(error).__name__}: {error} (with S2O_DEBUG=1 it is shown with where it came from)"
+        return _unable(args, said)
 
 
 # ---------------------------------------------------------------- commands
@@ -98,15 +103,28 @@ def _demo(args: argparse.Namespace) -> int:
     from .progress import progress
 
     qkv = _input(args, on_gpu=not gpu_problem())
+    names = head_names(args.input, qkv.q.shape[-3])
+    head = _head(args.picture_head, names)
     note_not_finite(args.command, qkv)
     picture = None if args.no_picture else args.plot or "s2o_demo.png"
     source = RECORDED.get(" ".join(args.input), " ".join(args.input))
     with progress("demo") as report:
-        found = demo.run(qkv, config_of(args), source=source, picture=picture, head=args.picture_head, progress=report)
-    for head, name in zip(found["heads"], head_names(args.input, qkv.q.shape[-3]), strict=True):
-        head["head"] = head["head"] if name == str(head["head"]) else name
+        found = demo.run(
+            qkv, config_of(args), source=source, picture=picture, head=head, names=names, progress=report
+        )
     print_result(args, found, demo.table)
     return OK if found["ok"] else FOUND
+
+
+def _head(asked: str | None, names: Sequence[str]) -> int | None:
+    """The place of a head, by its name in the table or counted from 0."""
+    if asked is None or asked in names:
+        return None if asked is None else names.index(asked)
+    try:
+        return int(asked)
+    except ValueError:
+        accepted = f"0 to {len(names) - 1}, or a name from {names[0]} to {names[-1]}"
+        raise ValueError(f"--picture-head is {asked!r}; accepted: {accepted}") from None
 
 
 def _diff(args: argparse.Namespace) -> int:
@@ -142,12 +160,12 @@ def _tune(args: argparse.Namespace) -> int:
     config, problem = config_of(args), gpu_problem()
     qkv = _input(args, on_gpu=not problem)
     check_plot(args)
+    source, names = " ".join(args.input), head_names(args.input, qkv.q.shape[-3])
     with progress("tune") as report:
         found = tune(
             *(qkv if problem else inputs.to_gpu(qkv)), error=args.error, density=args.density, taus=taus, config=config,
             scale=args.scale, softcap=args.softcap, segments=args.segments, seed=args.seed, progress=report,
         )  # fmt: skip
-    source, names = " ".join(args.input), head_names(args.input, qkv.q.shape[-3])
     about = {"source": source, "backend": "numpy" if problem else "cupy", "picture": args.plot, "head_names": names}
     _keep(args, found.to_dict() | about, lambda _: found.table(names))
     if args.plot is not None:
@@ -191,38 +209,6 @@ def taus_of(args: argparse.Namespace, default: Sequence[float]) -> Sequence[floa
     return default if args.taus is None else [number("--taus", x) for x in args.taus.split(",")]
 
 
-def check_plot(args: argparse.Namespace) -> None:
-    """Before any work, whether a picture that is asked for can be drawn."""
-    from .plot import check_picture
-
-    if args.plot is None:
-        return
-    if missing := check_picture(args.plot, args.command):
-        raise ImportError(f"no picture: {missing}")
-    _check_apart("--plot", args.plot, args, ("input", "text", "answers", "settings"))
-
-
-def check_out(args: argparse.Namespace) -> None:
-    """Before any work, whether a file that is asked for can be written."""
-    if args.out is None:
-        return
-    target = Path(args.out)
-    if target.is_dir() or not target.parent.is_dir():
-        raise ValueError(f"--out is {args.out!r}; accepted: a file in a folder that exists")
-    if not os.access(target if target.exists() else target.parent, os.W_OK):
-        raise ValueError(f"--out is {args.out!r}; accepted: a place that may be written to")
-    _check_apart("--out", args.out, args, ("input", "text", "answers", "plot"))
-
-
-def _check_apart(option: str, path: str, args: argparse.Namespace, others: Sequence[str]) -> None:
-    """Raise if a file to write is one that the run reads, or writes too."""
-    for name in others:
-        found = getattr(args, name, None)
-        for other in [found] if isinstance(found, str) else found or []:
-            if Path(other).resolve() == Path(path).resolve():
-                raise ValueError(f"{option} is {path!r}, as {name} is; accepted: a file of its own")
-
-
 def _keep(args: argparse.Namespace, found: dict[str, Any], table: Callable[[Any], str]) -> None:
     """Writes a result to the file that is asked for, and prints it, also where it cannot be written."""
     try:
@@ -249,9 +235,9 @@ def _compare(args: argparse.Namespace) -> int:
             softcap=args.softcap, repeats=args.repeats, progress=report,
         )  # fmt: skip
     source = " ".join(args.input)
-    if args.plot is not None:
-        draw(args.plot, found, source)
     print_result(args, found.to_dict() | {"source": source, "picture": args.plot}, lambda _: found.table())
+    if args.plot is not None:  # last, so that the result is not lost where it cannot be written
+        draw(args.plot, found, source)
     return OK
 
 
@@ -305,6 +291,7 @@ def _compile(args: argparse.Namespace) -> int:
 def print_result(args: argparse.Namespace, found: Any, table: Any) -> None:
     """JSON (NaN and infinities as null would hide them, so as strings) or the table."""
     print(json.dumps(_plain(found), indent=1, allow_nan=False) if args.json else table(found))
+    args.printed = True
 
 
 def _plain(value: Any) -> Any:
@@ -334,8 +321,10 @@ def _unknown(arguments: Sequence[str], accepted: Sequence[str]) -> str:
 
 
 def _unable(args: argparse.Namespace, message: str) -> int:
-    message = " ".join(message.split()).removeprefix(f"{args.command}: ")
-    if args.json:
+    message = " ".join(message.split())
+    for name in (args.command, args.command.replace("-", "_")):
+        message = message.removeprefix(f"{name}: ")
+    if args.json and not hasattr(args, "printed"):  # with a result it would be no JSON
         print(json.dumps({"error": message}))
     print(f"s2o {args.command}: {message}", file=sys.stderr)
     return UNABLE
@@ -345,7 +334,8 @@ def _input(args: argparse.Namespace, on_gpu: bool) -> inputs.QKV:
     """The arrays that the arguments name. For a GPU, which takes 16 bits alone, patterns are bfloat16."""
     if len(args.input) == 1 and args.input[0] in inputs.names():
         dtype = args.dtype or ("bfloat16" if on_gpu else None)
-        return inputs.builtin(args.input[0], dtype=dtype, seed=args.seed, **_sizes(args))
+        with arguments_of(args.command):
+            return inputs.builtin(args.input[0], dtype=dtype, seed=args.seed, **_sizes(args))
     if len(args.input) == 1 and not os.path.exists(args.input[0]) and os.sep not in args.input[0]:
         raise ValueError(f"{args.input[0]}: neither a file nor a built-in input ({', '.join(inputs.names())})")
     _refuse_sizes(args)
@@ -423,7 +413,7 @@ def parser(more: Sequence[Add] = ()) -> argparse.ArgumentParser:
     drawn = demo.add_mutually_exclusive_group()
     drawn.add_argument("--plot", help="the picture to write (default: s2o_demo.png)")
     drawn.add_argument("--no-picture", action="store_true", help="write no picture")
-    demo.add_argument("--picture-head", type=int, help="the head to draw, from 0 (default: 1)")
+    demo.add_argument("--picture-head", help="the head to draw, from 0, or layer.head (default: 1)")
 
     diff = command("diff", _diff, "compare the GPU with the NumPy reference, stage by stage", INPUT_HELP)
     _add_input(diff, "trace", "bfloat16")

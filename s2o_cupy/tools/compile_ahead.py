@@ -48,6 +48,19 @@ def compile_all(
     unknown = [arch for arch in architectures if not re.fullmatch(r"sm_\d{2,3}[af]?", arch)]
     if unknown:
         raise ValueError(f"architectures has {unknown[0]!r}; accepted: names such as {', '.join(ARCHITECTURES)}")
+    known = [(kernel, arch) for arch in architectures for kernel in (sampled_kernels if sample else all_kernels)(arch)]
+    jobs = [
+        (kernel, arch)
+        for kernel, arch in known
+        if (dtypes is None or kernel.dtype in dtypes or "{element}" not in (kernel.family.traits or ""))
+        and (head_dims is None or kernel.head_dim in head_dims or "{head_dim}" not in (kernel.family.traits or ""))
+    ]
+    if known and not jobs:
+        asked = [f"{name} {x}" for name, x in {"dtypes": dtypes, "head_dims": head_dims}.items() if x is not None]
+        there = sorted({(kernel.dtype, kernel.head_dim) for kernel, _ in known})
+        accepted = ", ".join(f"{dtype} of head_dim {head_dim}" for dtype, head_dim in there)
+        of = " of the sample" if sample else ""
+        raise ValueError(f"no kernel{of} has {' and '.join(asked)}; accepted: {accepted}")
     try:
         import_cupy()
         from cupy.cuda import nvrtc
@@ -56,13 +69,6 @@ def compile_all(
     except Exception as error:
         why = error.__cause__ or error  # without import_cupy's own remedy, which is that of calls
         raise S2OError(f"compiling needs CuPy and NVRTC ({why}); remedy: {remedy('NVRTC')}") from error
-    jobs = [
-        (kernel, arch)
-        for arch in architectures
-        for kernel in (sampled_kernels if sample else all_kernels)(arch)
-        if (dtypes is None or kernel.dtype in dtypes or "{element}" not in (kernel.family.traits or ""))
-        and (head_dims is None or kernel.head_dim in head_dims or "{head_dim}" not in (kernel.family.traits or ""))
-    ]
     done: list[CompiledKernel] = []
     with ThreadPoolExecutor(compiler.threads()) as pool:
         for compiled in pool.map(lambda job: compiler.machine_code(*job), jobs):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -38,6 +38,7 @@ def run(
     source: str = "the recorded trace",
     picture: str | None = "s2o_demo.png",
     head: int | None = None,
+    names: Sequence[str] | None = None,
     progress: Report | None = None,
 ) -> dict[str, Any]:
     """S2O on ``qkv``, causal, on the GPU where one is usable and in NumPy otherwise.
@@ -45,7 +46,8 @@ def run(
     Returns what the command prints, as plain values: figures per head and over all, among them what of the earlier
     keys' softmax mass was left out (`earlier_keys`), times of a GPU in milliseconds (None without one), a sweep of tau,
     the picture's path (None without ``picture`` or matplotlib), and ``wrong``: in words, which arrays hold values that
-    are not finite. ``head`` is the one to draw by position, by default 1.
+    are not finite. ``head`` is the one to draw by position, by default 1. ``names``: what heads are called, by default
+    0, 1, ...
     """
     q, k, v = (x[None] if x.ndim == 3 else x for x in qkv)
     if config.tau is None and config.error is None:
@@ -53,7 +55,7 @@ def run(
     if q.shape[0] != 1 or 0 in q.shape:
         raise ValueError(f"demo: q is {q.shape}; accepted: a batch of one, and at least one head and token")
     geometry = Geometry(q.shape[2], k.shape[2], config.segment, config.window, unit=config.unit)
-    head = _check_head(head, q.shape[1])
+    head, names = _check_head(head, q.shape[1]), names or [*map(str, range(q.shape[1]))]
     picture_problem = _check_picture(picture, geometry) if picture else None
     report = progress or (lambda *_: None)
     scale = 1 / math.sqrt(q.shape[3])
@@ -74,7 +76,10 @@ def run(
         report(1, steps, "dense, float64")
         exact = dense_attention(q, k, v, scale=scale)[0]  # float64 [1, H, L, D]
     density = to_host(stats.density_per_head)[0]
-    heads = [_errors(o[:, h], exact[:, h]) | {"head": h, "density": float(density[h])} for h in range(q.shape[1])]
+    heads: list[dict[str, Any]] = [
+        {**_errors(o[:, h], exact[:, h]), "head": h if name == str(h) else name, "density": float(density[h])}
+        for h, name in enumerate(names)
+    ]
     overall = _errors(o, exact) | {"density": stats.density}
     wrong = [f"the input {words}; outputs of it were not judged" for words in of_input]
     for name, x in {"dense attention's output": exact, f"S2O's output at {chosen}": o}.items():
@@ -116,7 +121,10 @@ def run(
         from . import plot
 
         points = sorted((plot.SweepPoint(**point) for point in sweep), key=lambda x: x.density)
-        plot.draw(path, views, head, points, config, source, overall)
+        try:
+            plot.draw(path, views, head, points, config, source, overall, names)
+        except OSError as error:  # a full disk is no reason to lose what was found
+            path, picture_problem = None, str(error)
     return {
         "ok": not wrong,
         "wrong": wrong,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..errors import arguments_of
 from ..spec import checked_int
 from . import byte_planes, patterns
 from .readers import ACCEPTED, BFLOAT16, DTYPES, SAFETENSORS, read_file, read_folder, read_npy
@@ -204,6 +205,7 @@ def names() -> tuple[str, ...]:
     return (*RECORDED, *patterns.PATTERNS)
 
 
+@arguments_of("inputs.builtin")
 def builtin(
     name: str,
     length: int | None = None,

@@ -4,7 +4,6 @@ writes them, and what their heads are called."""
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -12,11 +11,9 @@ import numpy as np
 
 from .inputs import QKV, Paths, load
 from .layer_settings import head_name
-from .readers import read_layers
+from .readers import LAYER_FILE, read_layers
 
-__all__ = ["head_names", "layer_file", "layers_of", "load_layers"]
-
-FILE = re.compile(r"layer_(\d+)\.(npz|safetensors)")
+__all__ = ["head_names", "layer_file", "layers_of", "load_layers", "named_layers"]
 
 
 def layer_file(layer: int) -> str:
@@ -36,9 +33,17 @@ def layers_of(source: Paths) -> tuple[int, ...] | None:
     return read_layers(paths[0])
 
 
+def named_layers(source: Paths) -> tuple[int, ...] | None:
+    """`layers_of`, and None too where what stands there are no layers: what only names heads does without."""
+    try:
+        return layers_of(source)
+    except ValueError:
+        return None
+
+
 def head_names(source: Paths, heads: int) -> list[str]:
     """Each of an input's query heads: layer.head where a file says of which layers they are, else 0, 1, ..."""
-    layers = layers_of(source)
+    layers = named_layers(source)
     if not layers or heads % len(layers):
         return [str(h) for h in range(heads)]
     return [head_name(layer, h) for layer in layers for h in range(heads // len(layers))]
@@ -51,7 +56,7 @@ def load_layers(source: Paths) -> Mapping[int, QKV]:
     """
     paths = _paths(source)
     if len(paths) == 1 and paths[0].is_dir():
-        found = {int(m[1]): path for path in sorted(paths[0].iterdir()) if (m := FILE.fullmatch(path.name))}
+        found = {int(m[1]): path for path in sorted(paths[0].iterdir()) if (m := LAYER_FILE.fullmatch(path.name))}
         if found:
             return _Files(found)
     layers, named = layers_of(source), ", ".join(map(str, _paths(source)))

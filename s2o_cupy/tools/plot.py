@@ -46,11 +46,11 @@ def check_picture(path: str, owner: str) -> str | None:
 
 def draw(
     path: str, views: Sequence[SegmentMap], head: int, sweep: Sequence[SweepPoint], config: S2OConfig, source: str,
-    overall: Mapping[str, float],
+    overall: Mapping[str, float], names: Sequence[str],
 ) -> None:  # fmt: skip
     """Write the picture: on the left the attention of ``head`` before and after the permutation, and what each of
     ``views`` visited, a map a head; mass by keys visited, and error by density, on the right. ``overall``: the figures
-    of all heads and segments that stand in the title."""
+    of all heads and segments that stand in the title. ``names``: of the heads."""
     import matplotlib
 
     matplotlib.use("Agg", force=False)
@@ -66,14 +66,14 @@ def draw(
         )  # fmt: skip
         left = grid[0].subgridspec(2 + len(views), 1, height_ratios=(1.7, 1.7, *[1] * len(views)), hspace=0.55)
         maps = [figure.add_subplot(left[row]) for row in range(2 + len(views))]
-        image = _before_and_after(maps[:2], view)
+        image = _before_and_after(maps[:2], view, names[head])
         for axis, each in zip(maps[2:], views, strict=True):
-            _visited(axis, each, len(views))
+            _visited(axis, each, len(views), names[each.head])
         bar = figure.colorbar(image, cax=figure.add_subplot(grid[1]))
         bar.ax.set_title("mass", loc="left", fontsize=9)
         bar.outline.set_visible(False)
         right = grid[3].subgridspec(2, 1, hspace=0.25)
-        _mass(figure.add_subplot(right[0]), view)
+        _mass(figure.add_subplot(right[0]), view, names[head])
         _sweep(figure.add_subplot(right[1]), sweep, config.tau)
         figure.suptitle(
             f"S2O on {source}: queries {view.first:,} to {view.first + len(view.q_order) - 1:,} "
@@ -90,7 +90,6 @@ def draw(
             fontsize=10, color="#444444",
         )  # fmt: skip
         write_picture(path, figure)
-        plt.close(figure)
 
 
 def draw_sweep(path: str, sweep: Sequence[SweepPoint], tau: float | Sequence[float] | None, title: str) -> None:
@@ -105,7 +104,6 @@ def draw_sweep(path: str, sweep: Sequence[SweepPoint], tau: float | Sequence[flo
         _sweep(axis, sweep, tau)
         axis.set_title(title)
         write_picture(path, figure)
-        plt.close(figure)
 
 
 def draw_methods(
@@ -142,7 +140,6 @@ def draw_methods(
         axis.grid(alpha=0.25)
         axis.legend(frameon=False, fontsize=8)
         write_picture(path, figure)
-        plt.close(figure)
 
 
 SMALLEST_ERROR = 1e-6  # that a picture shows
@@ -183,12 +180,12 @@ def _query_ticks(axis: Any, view: SegmentMap) -> None:
     axis.set_ylabel("query")
 
 
-def _before_and_after(axes: Sequence[Any], view: SegmentMap) -> Any:
+def _before_and_after(axes: Sequence[Any], view: SegmentMap, name: str) -> Any:
     """One head's attention in the order of positions, and in that of S2O."""
     permuted = view.mass[view.q_order][:, view.k_order]
     maps = {
-        f"Head {view.head} before: rows and columns by position": view.mass,
-        f"Head {view.head} after permutation: rows by query order, columns by rank of the key in the segment's order":
+        f"Head {name} before: rows and columns by position": view.mass,
+        f"Head {name} after permutation: rows by query order, columns by rank of the key in the segment's order":
             permuted,
     }  # fmt: skip
     for axis, (title, mass) in zip(axes, maps.items(), strict=True):
@@ -198,7 +195,7 @@ def _before_and_after(axes: Sequence[Any], view: SegmentMap) -> Any:
     return image
 
 
-def _visited(axis: Any, view: SegmentMap, heads: int) -> None:
+def _visited(axis: Any, view: SegmentMap, heads: int, name: str) -> None:
     """One head's attention in S2O's order, what was not visited in grey."""
     s, c = view.mass.shape
     look, found = _look(view), EarlierKeys.of(view).to_dict()
@@ -208,7 +205,7 @@ def _visited(axis: Any, view: SegmentMap, heads: int) -> None:
         grey, cmap="Greys", vmin=0, vmax=1.9, extent=look["extent"], aspect="auto", interpolation="nearest"
     )
     axis.set_title(
-        f"Head {view.head}, visited: {found['earlier_pairs_computed']:.0%} of these pairs; grey was never computed and "
+        f"Head {name}, visited: {found['earlier_pairs_computed']:.0%} of these pairs; grey was never computed and "
         f"holds {found['earlier_mass_left_out']:.1%} of these keys' mass, which is {found['earlier_mass']:.0%} of all",
         fontsize=9.5,
     )
@@ -230,7 +227,7 @@ def _visited(axis: Any, view: SegmentMap, heads: int) -> None:
         )  # fmt: skip
 
 
-def _mass(axis: Any, view: SegmentMap) -> None:
+def _mass(axis: Any, view: SegmentMap, name: str) -> None:
     """Cumulative share of the candidates' mass by keys visited, for each query tile in three orders."""
     s, c = view.mass.shape
     share = np.arange(1, c + 1) / c
@@ -261,7 +258,7 @@ def _mass(axis: Any, view: SegmentMap) -> None:
         xlabel="share of the earlier keys visited",
         ylabel="share of their softmax mass found",
     )
-    axis.set_title(f"Head {view.head}: important keys first")
+    axis.set_title(f"Head {name}: important keys first")
     axis.legend(frameon=False, fontsize=8, loc="upper left")
 
 

@@ -35,7 +35,6 @@ def draw_heads(
     figure.suptitle(title, x=0.02, ha="left", fontsize=11, fontweight="bold")
     figure.tight_layout()
     write_picture(path, figure)
-    plt.close(figure)
 
 
 def _heatmap(figure: Any, axis: Any, table: np.ndarray, name: str, layers: Sequence[int]) -> None:

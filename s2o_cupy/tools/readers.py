@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import numpy as np
 from ..extras import remedy
 from . import byte_planes
 
-__all__ = ["ACCEPTED", "DTYPES", "SAFETENSORS", "read_file", "read_folder", "read_layers", "read_npy"]
+__all__ = ["ACCEPTED", "DTYPES", "LAYER_FILE", "SAFETENSORS", "read_file", "read_folder", "read_layers", "read_npy"]
 
 ACCEPTED = (
     ".npz, .safetensors or .pt with arrays q, k and v; a folder with q.npy, k.npy and v.npy; "
@@ -26,6 +27,7 @@ ACCEPTED = (
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 SAFETENSORS = {"BF16": BFLOAT16, "F16": np.float16, "F32": np.float32, "F64": np.float64}  # its names
+LAYER_FILE = re.compile(r"layer_(\d+)\.(npz|safetensors)")  # of a folder that `capture` writes
 ALIASES = {"q": ("q", "query"), "k": ("k", "key"), "v": ("v", "value")}
 
 # A file may unpack to so many bytes, or to so many times its own. Attention inputs compress to a half or a third; a
@@ -46,6 +48,10 @@ def read_file(path: Path) -> Mapping[str, Any]:
 def read_folder(path: Path) -> Mapping[str, Any]:
     """q, k and v of a folder of .npy files."""
     found = {file.stem: file for file in path.glob("*.npy")}
+    layers = sorted(int(m[1]) for file in path.iterdir() if (m := LAYER_FILE.fullmatch(file.name)))
+    if layers and not found:
+        listed = ", ".join(map(str, layers))
+        raise ValueError(f"{path}: holds layers {listed}; accepted: one of its files, or give tune --by")
     return {key: read_npy(found[stored]) for key, stored in _pick(path, found).items()}
 
 
@@ -79,7 +85,7 @@ def read_layers(path: Path) -> tuple[int, ...] | None:
 
 def read_npy(path: Path) -> np.ndarray:
     """The array of a .npy file."""
-    _require_file(path)
+    _require_file(path, "a .npy file")
     if zipfile.is_zipfile(path):
         raise ValueError(f"{path}: an archive of arrays; accepted here: one .npy array")
     with _reading(path, ".npy array"):
@@ -92,9 +98,9 @@ def read_npy(path: Path) -> np.ndarray:
 # ---------------------------------------------------------------- what all readers share
 
 
-def _require_file(path: Path) -> None:
+def _require_file(path: Path, accepted: str = ACCEPTED) -> None:
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; accepted: {ACCEPTED}")
+        raise FileNotFoundError(f"{path}: no such file; accepted: {accepted}")
 
 
 def _pick(path: Path, found: Iterable[Any]) -> dict[str, str]:

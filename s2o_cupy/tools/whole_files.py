@@ -22,7 +22,8 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
         yield target
         return
-    beside = target.with_name(f".{target.stem}.{uuid.uuid4().hex[:8]}{target.suffix}")
+    # With the ending that was asked for, by which writers choose a format: what a link leads to may have none.
+    beside = target.with_name(f".{target.stem}.{uuid.uuid4().hex[:8]}{Path(path).suffix}")
     try:
         yield beside
         if beside.exists():
@@ -39,7 +40,12 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_picture(path: str | os.PathLike[str], figure: Any) -> None:
-    """``figure`` is one of matplotlib, which makes a name without an ending that of a .png."""
+    """``figure`` is one of matplotlib's pyplot, which closes it. A name without an ending is that of a .png."""
+    from matplotlib import pyplot
+
     target = Path(path)
-    with whole_file(target if target.suffix else target.with_suffix(".png")) as file:
-        figure.savefig(file, dpi=130)
+    try:
+        with whole_file(target if target.suffix else target.with_suffix(".png")) as file:
+            figure.savefig(file, dpi=130, format=target.suffix[1:] or "png")
+    finally:
+        pyplot.close(figure)
