@@ -20,7 +20,8 @@ BYTES_OF_EACH_KEY = replace(BYTES, options={"tail": "none"})
 # The same by integers.
 INTEGERS = replace(BYTES_OF_EACH_KEY, seqlen_q=1100)
 INTEGERS_OF_GROUPS = replace(BYTES, seqlen_q=1100)
-ON_HOPPER = (BYTES, BYTES_OF_EACH_KEY)
+ZEROS_FIRST = replace(BYTES, arrange="zeros first")
+ON_HOPPER = (BYTES, BYTES_OF_EACH_KEY, ZEROS_FIRST)
 
 Rows = tuple[tuple[str, str, str, str], ...]
 QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
@@ -90,8 +91,7 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
         "unit_rows", BYTES,
         (
             ("the centre is not taken off", "8-bit rows", ": (x[e] - centre[e]) * factor", ": x[e] * factor"),
-            ("rows are scaled by more", "8-bit exponents", "kKeyExponent - half_exponent(longest)",
-             "kKeyExponent + 5 - half_exponent(longest)"),
+            ("rows are scaled by more", "8-bit exponents", "kKeyExponent - (longest", "kKeyExponent + 5 - (longest"),
             ("groups are compared with the first one alone", "8-bit exponents", "longest = fmaxf(longest, length)",
              "longest = first_row ? longest : length * 0.01f"),
             ("the last two of four are never kept", "8-bit rows", "both_last = fminf(size[2], size[3]) >",
@@ -106,6 +106,12 @@ QUERY_FAULTS: list[tuple[str, Case, Rows]] = [
             ("rows are half as long", "8-bit rows", "power_of_two(exponent);", "power_of_two(exponent - 1);"),
             ("shares stand with other rows", "key scores", "share_at(at.row)] = share",
              "share_at(at.row ^ 1)] = share"),
+        ),
+    ),
+    (
+        "unit_rows", ZEROS_FIRST,
+        (
+            ("zeros say how long others are", "8-bit exponents", "longest < kShortest ?", "longest < 0.f ?"),
         ),
     ),
     (
