@@ -150,7 +150,7 @@ def test_whole_batches_on_a_gpu(engine):
             densities.append(stats.density)
             assert torch.equal(o[rows], alone[0].transpose(0, 1))
         assert min(densities) < 1
-    assert engine.plugin.counts.calls == {"few queries": 3, "s2o": 2}
+    assert engine.plugin.counts.calls == {"decoding": 2, "short": 1, "s2o": 2}
 
 
 def test_s2o_leaves_out_what_it_would_alone(engine):
