@@ -39,8 +39,8 @@ settings.load_profile("commit")
 
 # What takes longest, most of it in processes that it starts: first, so that at the end no worker waits for one file.
 LONGEST = (
-    "test_packaging", "test_examples", "test_torch_op", "test_transformers", "test_distributed", "test_benchmarks",
-    "test_docs", "test_torch_compile",
+    "test_packaging", "test_emulated_cases", "test_examples", "test_torch_op", "test_transformers", "test_distributed",
+    "test_benchmarks", "test_docs", "test_torch_compile",
 )  # fmt: skip
 
 # Tests are short, and most are about S2O: without the shortcut to dense attention unless they ask for it.
