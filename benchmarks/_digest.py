@@ -26,7 +26,13 @@ NOT_OF_NSA = {"methods", "last_queries", "selection", "tail", "integers", "float
 OF_THEIR_OWN = {"selection/query_weights_int8.cu": "integers", "selection/query_weights_sm90.cu": "floats"}
 OF_QUERY = {"selection/orders/query.py"}  # Python that decides what rank="query" launches and nothing else
 WITHOUT_QUERY = ("benchmarks/nsa.py", "benchmarks/lists.py")  # scripts that never order by it
-NOT_TIMED = "tools/"  # of s2o_cupy: what prints, draws and searches around the calls
+# Python of schedules and of whatever else than S2O chooses keys, and scripts that call none of it.
+OF_SCHEDULES = ("schedules/", "methods/", "nsa/", "api/gather", "arrays/narrowed.py")
+WITHOUT_SCHEDULES = tuple(
+    f"benchmarks/{name}.py" for name in ("speed", "scaling", "quality", "ragged", "serving", "host", "model")
+)  # unless they are given a --method
+# Of s2o_cupy: what prints, draws and searches around the calls, and what records their inputs.
+NOT_TIMED = ("tools/", "integrations/capture.py")
 # Functions anywhere else that print, or answer a name that there is not.
 SAYS = {"__repr__", "__getattr__", "_where", "modules_with", "_public_names"}
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -95,19 +101,26 @@ def since(result: Mapping[str, Any], root: Path = ROOT) -> str:
 def _others(result: Mapping[str, Any]) -> set[str]:
     """Folders and kernels of `kernels`, and files of `python`, that a result does not depend on."""
     command, device = result.get("command", ""), result.get("device", "")
+    unused = {name for name in result.get("python") or () if _is_unused(name, command)}
     of_nsa = "benchmarks/nsa.py" in command
     orders = re.search(r"--orders[ =](\S+)", command)
     if any(script in command for script in WITHOUT_QUERY) or (orders and "query" not in orders[1]):
-        return {"integers", "floats"} | OF_QUERY | (NOT_OF_NSA if of_nsa else NSA)
+        return unused | {"integers", "floats"} | OF_QUERY | (NOT_OF_NSA if of_nsa else NSA)
     dims = [int(x) for of in re.findall(r"--head-dims?[ =]([\d,]+)", command) for x in of.split(",")] or [128]
     # Floats are Hopper's, up to a head_dim of 128, integers all others'; of a GPU that is not known both count.
     portable = bool(re.search(r"--path[ =]portable", command))
-    others = set(NSA)
+    others = unused | NSA
     if not portable and re.search(r"\bG?H[12]00\b", device) and max(dims) <= 128:
         others.add("integers")
     if portable or min(dims) > 128 or re.search(r"\b(A\d|L4|RTX|B\d)", device):
         others.add("floats")
     return others
+
+
+def _is_unused(name: str, command: str) -> bool:
+    """Whether a file of s2o_cupy has no part in what a script times, although it has been imported."""
+    chosen = "--method" in command or not any(script in command for script in WITHOUT_SCHEDULES)
+    return name.startswith(NOT_TIMED) or (not chosen and name.startswith(OF_SCHEDULES))
 
 
 def _digest(texts: Iterable[tuple[str, str]]) -> str:

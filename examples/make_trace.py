@@ -30,9 +30,10 @@ def numbers(text: str) -> list[int]:
 
 
 def keep_layers(layers: tuple[int, ...] | None, heads: int, kept: list[int]) -> list[int] | None:
-    """The layers whose heads are kept, or None where not all of one are: what is left would get other numbers."""
+    """The layers whose heads are kept, or None where not all of one are, or not in order: what is left would get other
+    numbers."""
     each = heads // len(layers) if layers and heads % len(layers) == 0 else 0
-    if not layers or not each:
+    if not layers or not each or kept != sorted(kept):
         return None
     found = [layer for i, layer in enumerate(layers) if {*range(i * each, (i + 1) * each)} <= {*kept}]
     return found if len(found) * each == len(kept) else None

@@ -297,8 +297,9 @@ _CHANGES: tuple[dict[str, Any], ...] = (
       for name in "qk" for value in (NAN, INF)),
     {"segment": 128, "seqlen_q": 700, "head_dim": 72, "arrange": "one element in"},
     # Fewer queries than a q tile of a segment of several: they are in order there.
-    *({"segment": 256, "seqlen_q": seqlen_q, "seqlen_k": 700, "head_dim": head_dim, "options": {"rank": rank}}
-      for seqlen_q, head_dim in ((1, 64), (100, 128), (128, 128), (64, 256)) for rank in ("query", "mean")),
+    *({"segment": 256, "seqlen_q": seqlen_q, "seqlen_k": 700, "head_dim": head_dim,
+       "options": {"rank": rank, "unit": 16}}
+      for seqlen_q, head_dim in ((1, 64), (100, 128), (128, 128), (64, 256)) for rank in ("query", "weight")),
     *({"segment": 128, "seqlen_q": 900, "head_dim": head_dim, "arrange": "zeros first"} for head_dim in (64, 128)),
     {"segment": 128, "options": {"unit": 1}, "seqlen_q": 500, "head_dim": 128},
     {"segment": 128, "options": {"unit": 128, "window": 40}, "seqlen_q": 900, "head_dim": 64},

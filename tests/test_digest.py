@@ -107,6 +107,21 @@ def test_what_only_one_order_launches_counts_for_results_with_it(checkout, comma
         nothing_known()
 
 
+@pytest.mark.parametrize(
+    ("command", "depends"),
+    [("speed.py --orders query", False), ("lists.py", True), ("model.py --tune loss=0.1", False), ("tasks.py", True),
+     ("model.py --method meanpooling", True)],
+)  # fmt: skip
+def test_schedules_count_for_what_attends_by_them(checkout, command, depends):
+    file = checkout / "s2o_cupy" / "schedules" / "lists.py"
+    file.parent.mkdir()
+    file.write_text("a = 1\n")
+    result = digest.digests(checkout, [*PYTHON, "schedules/lists.py"]) | {"command": f"python benchmarks/{command}"}
+    file.write_text("a = 2\n")
+    nothing_known()
+    assert bool(digest.since(result, checkout)) == depends
+
+
 def test_the_python_that_was_loaded():
     import s2o_cupy.api.attention
     import s2o_cupy.tools.patterns  # noqa: F401

@@ -257,7 +257,7 @@ def test_what_is_refused_of_pages(rng):
          r"the schedule's lists have 4 heads; accepted: 1, 3 \(kv_heads\) or 6 \(heads\)"),
         ({"q": np.zeros((3, 4, 200, 8)), "k": np.zeros((3, 2, 300, 8)), "v": np.zeros((3, 2, 300, 8))},
          "the schedule's lists have a batch of 2; accepted: 1 or q's, 3"),
-        ({"path": "hopper"}, "path is 'hopper', which names GPU kernels, and this call runs on the CPU"),
+        ({"path": "hopper"}, "^gather_attention: path is 'hopper', which names GPU kernels"),
         ({"path": "fast"}, "path is 'fast'; accepted"),
         ({"stream": 0}, "stream is given, but q, k and v are on the CPU"),
         ({"out": np.zeros((2, 4, 200, 9))}, "out has shape"),

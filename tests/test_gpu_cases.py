@@ -54,6 +54,9 @@ def test_every_case_can_be_launched(name):
         assert ("key_moments" in stages) == adds_tail
         in_pass2 = any(function in ("pass2_tail_sm90", "pass2_boxes_tail_sm90") for function in functions)
         assert ("add_tail" in stages) + in_pass2 == adds_tail
+        of_pass2 = {step.kernel.function for step in steps if step.stage == "pass2"}
+        in_order = plan.geometry.orders_queries(plan.of_pass.block_m)
+        assert not (in_order and any("boxes" in function for function in of_pass2))  # boxes bring neighbours
 
 
 @pytest.mark.parametrize("rank", ["query", "weight", "max", "mean"])

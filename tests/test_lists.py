@@ -246,10 +246,12 @@ def test_shapes_of_lists():
         ({"unit": 48}, r"attend_lists: unit is 48; accepted: 1, 2, 4, 8, 16, 32, 64, 128"),
         ({"list_heads": 4}, r"attend_lists: list_heads is 4 with 8 query and 2 KV heads; accepted: 1, 2 or 8"),
         ({"segment": 0}, r"attend_lists: segment is 0; accepted: an integer >= 1, or None for all queries"),
+        ({"seqlen_q": 2**30 + 1}, r"attend_lists: a segment has 1073741825 queries; accepted: up to 1073741824"),
     ],
 )
 def test_a_schedule_that_no_kernel_takes_is_refused(changes, message):
-    problem = Problem(2, 8, 2, 1000, 3000, 64, "bfloat16", True, 0.125)
+    seqlen_q = changes.pop("seqlen_q", 1000)
+    problem = Problem(2, 8, 2, seqlen_q, 3000, 64, "bfloat16", seqlen_q < 3000, 0.125)
     with pytest.raises(ValueError, match=message):
         ScheduleShape(**({"list_heads": 8} | changes)).check(problem)
 

@@ -195,6 +195,9 @@ MISTAKES = {
     "a chunk of half a segment": (
         lambda: S2OConfig(segment=128).of_chunk(64, 256, 512), "begin is 64; accepted: whole segments, of 128",
     ),
+    "a chunk that ends within a segment": (
+        lambda: S2OConfig(segment=128).of_chunk(128, 200, 512), "end is 200; accepted: whole segments, of 128",
+    ),
     "a schedule's path that is a list": (
         lambda: gather_attention(
             Q, K, K, Schedule.from_block_mask(np.ones((1, 1, 2, 2), bool), segment=128), path=["auto"]

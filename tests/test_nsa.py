@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -208,6 +209,8 @@ def test_integers_of_numpy(x):
     np.testing.assert_array_equal(window, window_attention(*x[:3], 40, 4))
     of_all = window_attention(*x[:3], x.k.shape[2])
     np.testing.assert_array_equal(window_attention(*x[:3], 2**70), of_all)  # beyond 64 bits
+    everything = [nsa_attention(*x, config=replace(SMALL, window=window)) for window in (x.k.shape[2], 2**70)]
+    np.testing.assert_array_equal(*everything)
     blocks = nsa_select(x.q, x.k_cmp, seqlen_k=seqlen_k, config=SMALL)
     np.testing.assert_array_equal(blocks, nsa_select(x.q, x.k_cmp, config=SMALL))
 

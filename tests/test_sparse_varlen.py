@@ -223,6 +223,9 @@ def test_nothing_is_written_before_all_lists_are_right(rng):
     with pytest.raises(ValueError, match=r"^gather_attention_varlen: schedules\[1\]: list \[0, 0, 0\] .*"):
         gather_attention_varlen(q, k, v, [0, 200, 300], [random_schedule(rng, 200, 200, segment=128), wrong], out=out)
     assert not out.any()
+    descending = Schedule.from_tokens(np.array([[[[3, 1]]]]), np.array([[[2]]]), seqlen_q=100, seqlen_k=100,
+                                      is_causal=False, is_sorted=True)  # fmt: skip
+    gather_attention_varlen(q, k, v, [0, 200, 300], [None, descending])  # as single calls take it
 
 
 def test_nobody_asks_for_a_layout_that_there_is_not(rng, recwarn):

@@ -6,10 +6,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..arrays.frameworks import to_host
 from ..arrays.lengths import parse_starts
 from ..arrays.torch_compile import outside_graphs
 from ..errors import ArgumentTypeError, ArgumentValueError, arguments_of
 from ..problem import OnlyLayout, Problem, check_flag
+from ..schedules.check import check_lists
 from ..schedules.schedule import Schedule
 from ..spec import S2OConfig, check_path
 from .call import Call
@@ -101,7 +103,7 @@ def gather_attention_varlen(
         for i, x in enumerate(schedules):
             if x is not None:
                 try:
-                    x.check()
+                    check_lists(x.form, {name: to_host(array) for name, array in x.arrays.items()})
                 except ArgumentValueError as error:
                     raise ArgumentValueError(f"schedules[{i}]: {error.args[0]}") from None
 

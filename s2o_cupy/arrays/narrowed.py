@@ -15,4 +15,7 @@ def as_int32(x: Any) -> Any:
     xp = array_namespace(x)
     if x.dtype == xp.int32:
         return x
-    return xp.astype(xp.clip(x, -(2**31), 2**31 - 1), xp.int32)
+    for bound in (-(2**31), 2**31 - 1):  # xp.clip waits for a GPU, by CuPy
+        beyond = x < bound if bound < 0 else x > bound
+        x = xp.where(beyond, xp.full_like(x, bound), x)
+    return xp.astype(x, xp.int32)

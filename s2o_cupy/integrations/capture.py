@@ -95,11 +95,11 @@ def capture(
     shapes = {(x.q.shape, x.k.shape) for x in found}
     if len(shapes) > 1:
         raise ValueError(f"capture: the layers have q and k of shapes {sorted(shapes)}; accepted: layers of one shape")
-    for what, of in unsaid.items():
-        warn_caller(f"capture: layers {of} have {what}: arrays do not say it, and tools would judge other attention")
     qkv = QKV(*(np.concatenate(parts, axis=1) for parts in zip(*found, strict=True)))
     if path is not None:
         _write(Path(path), dict(zip(layers, found, strict=True)), qkv)
+    for what, of in unsaid.items():  # last: a warning may be an error
+        warn_caller(f"capture: layers {of} have {what}: arrays do not say it, and tools would judge other attention")
     return qkv
 
 
@@ -133,6 +133,7 @@ def _beside(head_dim: int, seqlen_k: int, options: Mapping[str, Any]) -> str:
         f"softcap {softcap!r} (give tools --softcap)": softcap,
         f"a window of {window} keys (tools know none)": window is not None and window < seqlen_k,
         "sinks (tools know none)": options.get("s_aux") is not None,
+        "biases by position (tools know none)": options.get("position_bias") is not None,
     }
     return ", ".join(words for words, so in has.items() if so)
 

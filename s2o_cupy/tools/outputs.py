@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 __all__ = ["check_out", "check_plot"]
+
+_OF_MODELS = re.compile(r"config|token|vocab|index|processor")  # names of JSON files in a model's folder
 
 
 def check_plot(args: argparse.Namespace) -> None:
@@ -33,9 +36,16 @@ def check_out(args: argparse.Namespace) -> None:
     _check_apart("--out", args.out, args, ("input", "text", "model", "answers", "plot"))
 
 
+def _is_a_result(path: Path) -> bool:
+    """Whether a file is likely one that a run has written: a picture, or JSON that no model is read from."""
+    from .plot import PICTURES
+
+    return path.suffix in PICTURES or (path.suffix == ".json" and not _OF_MODELS.search(path.name))
+
+
 def _check_apart(option: str, path: str, args: argparse.Namespace, others: Sequence[str]) -> None:
-    """Raise if a file to write is one that the run reads, or writes too. Of a folder that is any file in it: what a
-    model is read from has many names."""
+    """Raise if a file to write is one that the run reads, or writes too. Of a folder that is any file in it but what a
+    run before may have written: what a model is read from has many names."""
     target = Path(path).resolve()
     for name in others:
         found = getattr(args, name, None)
@@ -43,7 +53,8 @@ def _check_apart(option: str, path: str, args: argparse.Namespace, others: Seque
             other = Path(given).resolve()
             if other == target:
                 raise ValueError(f"{option} is {path!r}, as {name} is; accepted: a file of its own")
-            if target.exists() and other in (target.parent, Path(path).parent.resolve()):  # the file, or a link to it
+            inside = other in (target.parent, Path(path).parent.resolve())  # the file, or a link to it
+            if inside and target.exists() and not _is_a_result(target):
                 raise ValueError(
                     f"{option} is {path!r}, a file in the folder that {name} is; accepted: a new file, or one elsewhere"
                 )
