@@ -127,7 +127,7 @@ struct SelectedSm90 {
                                           [&](int key) { return v + key * p.v.row; }, sees);
     }
     multiply_values<Element, kHeadDim>(acc, w, shared_address(shared.v), taken);
-    // Of the last, for nothing; the first one's other place is being written, too.
+    // Behind the last tile this product is for nothing. Where that tile is the first one, too, queries are still copied.
     if (!is_last || next == 0) barrier_wait(shared.arrived[group][buffer ^ 1], next & 1);
     issue_scores(s, buffer ^ 1);
     store(acc, m, l, buffer);

@@ -201,7 +201,7 @@ __device__ __forceinline__ void unit_rows(const UnitRowsParams& p) {
 #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2) of_centre += __shfl_xor_sync(kFullWarp, of_centre, step);
     if (of_centre < infinity()) longest = fmaxf(longest, of_centre * (1.f / (spec::kCentrePart * spec::kCentrePart)));
-    // Zeros say nothing of the others, which are then taken for as long as keys mostly are.
+    // Zeros say nothing of the others, which are then scaled as keys of a length of 1 are.
     const int exponent = kKeyExponent - (longest < kShortest ? 0 : half_exponent(longest));
     if (first == 0 && part == 0 && threadIdx.x == 0) p.key_exponents[kv_head] = exponent;
     factor = power_of_two(exponent);

@@ -1,10 +1,19 @@
-"""Integers of 64 bits as kernels read them, in 32."""
+"""Integers kept within bounds, and those of 64 bits as kernels read them, in 32. Nothing here waits for a GPU, as CuPy's
+xp.clip does."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["as_int32"]
+__all__ = ["as_int32", "at_least", "at_most"]
+
+
+def at_least(xp: Any, x: Any, bound: int) -> Any:
+    return xp.where(x < bound, xp.full_like(x, bound), x)
+
+
+def at_most(xp: Any, x: Any, bound: int) -> Any:
+    return xp.where(x > bound, xp.full_like(x, bound), x)
 
 
 def as_int32(x: Any) -> Any:
@@ -15,7 +24,4 @@ def as_int32(x: Any) -> Any:
     xp = array_namespace(x)
     if x.dtype == xp.int32:
         return x
-    for bound in (-(2**31), 2**31 - 1):  # xp.clip waits for a GPU, by CuPy
-        beyond = x < bound if bound < 0 else x > bound
-        x = xp.where(beyond, xp.full_like(x, bound), x)
-    return xp.astype(x, xp.int32)
+    return xp.astype(at_most(xp, at_least(xp, x, -(2**31)), 2**31 - 1), xp.int32)

@@ -71,7 +71,7 @@ class Branches:
             return x.transpose(2, 3).flatten(2, 3)[:, :, front : front + rows.stop - rows.start]
 
         mask = None
-        if first or self.scale <= 0:  # is_causal masks before it scales: by no such scale
+        if first or self.scale <= 0:  # PyTorch's is_causal scales the -inf that it masks by
             mask = torch.ones(runs, k.shape[2], dtype=torch.bool, device=q.device).tril(first)
         of_q = q.new_empty(batch, heads, stride, runs, dim)
         of_gates = self.dq.new_empty(batch, heads, stride, runs)

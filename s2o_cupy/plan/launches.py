@@ -64,7 +64,7 @@ def launches(
     if plan.method.visits:
         found += [*head_taus.launches(build, problem, config), *plan.method.before_rounds(build)]
         pass2, more = plan.method.pass2(plan.pass2) if adds_tail else (plan.pass2, {})
-        if not plan.geometry.orders_queries(plan.of_pass.block_m):  # which then stand as they lie
+        if not plan.geometry.orders_queries(plan.of_pass.block_m):  # boxes bring neighbours
             pass2 = plan.runs_on.by_boxes(pass2, plan.geometry.unit, problem.head_dim, plan.page_size)
         maps = maps_of_pass2(pass2, arrays, memory.places.get("covariances"))
         for i, chunk in enumerate(plan.chunks):

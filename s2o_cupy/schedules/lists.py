@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..arrays.frameworks import framework_of
-from ..arrays.narrowed import as_int32
+from ..arrays.narrowed import as_int32, at_least, at_most
 from ..plan.schedule_form import ScheduleForm
 
 __all__ = ["Lists", "csr_lists", "in_c_order", "mask_lists", "padded_lists", "sinks_of"]
@@ -32,7 +32,7 @@ def mask_lists(mask: Any, form: ScheduleForm) -> Lists:
     c = xp.arange(blocks, dtype=xp.int32, device=where)  # [C]
     kept = mask
     if form.dense is not None:
-        begin, end = c * form.unit, _at_most(xp, (c + 1) * form.unit, form.seqlen_k)  # [C]
+        begin, end = c * form.unit, at_most(xp, (c + 1) * form.unit, form.seqlen_k)  # [C]
         before, after = (x[:, None] for x in _dense_keys(xp, where, form))  # [R, 1]
         listed = end[None] <= before  # [R, C]
         if not form.is_causal:
@@ -81,24 +81,24 @@ def sinks_of(like: Any, form: ScheduleForm) -> Lists:
     assert form.dense is not None and form.segment is not None
     xp, where, segments = array_namespace(like), device(like), form.dense.segments
     first = xp.arange(segments, dtype=xp.int32, device=where) * form.segment
-    before = _at_least(xp, first + (form.dense.offset - form.window), 0)
+    before = at_least(xp, first + (form.dense.offset - form.window), 0)
     return Lists(
         xp.arange(form.sinks, dtype=xp.int32, device=where),
         xp.zeros((segments,), dtype=xp.int64, device=where),
-        xp.astype(_at_most(xp, before, form.sinks), xp.int32),
+        xp.astype(at_most(xp, before, form.sinks), xp.int32),
     )
 
 
 def _keys(xp: Any, entries: Any, begins: Any, counts: Any, form: ScheduleForm) -> Any:
     """Keys of lists of ``counts`` entries: a list that ends with the last, short unit has fewer."""
     most = (2**31 - 1) // form.unit  # so that 32 bits hold as many keys, which are too many as well
-    counts = _at_most(xp, _at_least(xp, counts, -most), most)
+    counts = at_most(xp, at_least(xp, counts, -most), most)
     keys = xp.astype(counts, xp.int32) * form.unit
     short = form.units * form.unit - form.seqlen_k
     if short == 0 or entries.shape[0] == 0:
         return keys
     last = begins + xp.astype(counts, xp.int64) - 1
-    last = _at_most(xp, _at_least(xp, last, 0), entries.shape[0] - 1)
+    last = at_most(xp, at_least(xp, last, 0), entries.shape[0] - 1)
     found = xp.reshape(xp.take(entries, xp.reshape(last, (-1,)), axis=0), keys.shape)
     return keys - xp.astype((counts > 0) & (found == form.units - 1), xp.int32) * short
 
@@ -108,17 +108,9 @@ def _dense_keys(xp: Any, where: Any, form: ScheduleForm) -> tuple[Any, Any]:
     assert form.dense is not None and form.segment is not None
     segment = xp.arange(form.rows, dtype=xp.int32, device=where) * form.list_rows // form.segment
     begin = segment * form.segment + (form.dense.offset - form.window)
-    end = _at_most(xp, (segment + 1) * form.segment, form.seqlen_q) + form.dense.offset
-    clip = lambda x: _at_most(xp, _at_least(xp, x, 0), form.seqlen_k)  # noqa: E731
+    end = at_most(xp, (segment + 1) * form.segment, form.seqlen_q) + form.dense.offset
+    clip = lambda x: at_most(xp, at_least(xp, x, 0), form.seqlen_k)  # noqa: E731
     return clip(begin), clip(end)
-
-
-def _at_least(xp: Any, x: Any, bound: int) -> Any:
-    return xp.where(x < bound, xp.full_like(x, bound), x)
-
-
-def _at_most(xp: Any, x: Any, bound: int) -> Any:
-    return xp.where(x > bound, xp.full_like(x, bound), x)
 
 
 def _strided(xp: Any, where: Any, shape: tuple[int, ...], width: int) -> Any:
