@@ -1,5 +1,5 @@
-"""Integers kept within bounds, and those of 64 bits as kernels read them, in 32. Nothing here waits for a GPU, as CuPy's
-xp.clip does."""
+"""Integers kept within bounds, and those of 64 bits as kernels read them, in 32. Nothing here waits for a GPU, as
+xp.clip does with CuPy."""
 
 from __future__ import annotations
 
